@@ -20,15 +20,20 @@ MAPPING = "tag:yaml.org,2002:map"
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what YAML 1.2, which DVC reads, has as numbers and 1.1 as texts (``1e5``) as texts."""
+    """Writes texts that YAML 1.2, which DVC reads, has as numbers and 1.1 has not (``1e5``)."""
 
 
-Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    [*"-+.0123456789"],
-)
-Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"0o[0-7]+$"), ["0"])
+class Loader(yaml.SafeLoader):
+    """Reads these numbers as DVC has written them."""
+
+
+for kind in (Dumper, Loader):
+    kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        [*"-+.0123456789"],
+    )
+    kind.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"0o[0-7]+$"), ["0"])
 
 
 def read_yaml(text: str, source: str, key: str = "", *, sections: Sequence[str] = ()) -> Any:

@@ -19,6 +19,7 @@ import yaml
 from infra.cluster.calls import near, pause
 from infra.durable import write_atomically
 from infra.recipe.names import masked
+from infra.recipe.strict_yaml import Dumper, Loader
 from infra.versioning.cache import (
     DELETE_LOCK,
     objects_of,
@@ -177,10 +178,11 @@ class Versions:
         Raises:
             InputError: Something is not there, or not as it was.
         """
-        content = yaml.safe_load(lock)
+        content = Loader(lock).get_single_data()
         made = {out["path"]: e for e in content["stages"].values() for out in e.get("outs", [])}
         known = {stage: made[out] for stage, out in stages.items() if out in made}
-        renamed = yaml.safe_dump({**content, "stages": known}, sort_keys=False)
+        # A digest of digits and one e stays a text, and 1e-05 a number.
+        renamed = yaml.dump({**content, "stages": known}, Dumper=Dumper, sort_keys=False)
         (self.root / "dvc.lock").write_text(renamed)
         self._use(remote, verify=True)
         asked = [stage for stage in known if only is None or stage in only]

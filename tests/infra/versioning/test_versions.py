@@ -15,6 +15,7 @@ from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import yaml
 from dvc.config_schema import REMOTE_SCHEMAS
 from dvc.fs import known_implementations as SCHEMES
 from dvc.utils.serialize import _yaml
@@ -179,6 +180,19 @@ def test_a_stage_that_was_not_run_is_left_out(tmp_path):
         here.lock_text(), str(tmp_path / "remote"), {"comparison": "comparison", "model": "model"}
     )
     assert (there.root / "model" / "weights").exists()
+
+
+def test_what_looks_like_a_number_in_a_lock_is_what_dvc_wrote(tmp_path):
+    """Of a million digests one has digits alone, but for an e."""
+    here, there = pushed(tmp_path, tmp_path / "remote")
+    lock, digest = yaml.safe_load(here.lock_text()), "1234567890123456789012345678e123"
+    lock["stages"]["model"]["deps"] = [{"path": "x", "hash": "md5", "md5": digest, "size": 3}]
+    lock["stages"]["model"]["params"] = {"params.yaml": {"rate": 1e-05, "name": "1e-05"}}
+    there.pull(json.dumps(lock), str(tmp_path / "remote"), {"model": "model"})
+    assert (there.root / "model" / "weights").read_text() == "weights"
+    written = _yaml.parse_yaml(there.lock_text(), "dvc.lock")["stages"]["model"]
+    assert written["deps"][0]["md5"] == digest
+    assert written["params"] == lock["stages"]["model"]["params"]
 
 
 def test_what_was_changed_in_a_remote_does_not_come_back(tmp_path):
