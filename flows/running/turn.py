@@ -22,7 +22,7 @@ from prefect.states import Running
 
 from infra.recipe.schema import Recipe
 from infra.temporary import hold
-from tasks.engine.workspace import Held, Workspace
+from tasks.engine.workspace import NO_LINKS, Held, Workspace
 from upcycle_core.errors import Fault
 
 WAITING = "Waiting"
@@ -98,10 +98,17 @@ def identity(home: Path) -> str | None:
         if home.is_dir() and not place.exists():
             place.parent.mkdir(exist_ok=True)
             made = place.with_name(f".{uuid.uuid4().hex}")
-            made.write_text(made.name.removeprefix("."))
-            with suppress(FileExistsError):  # another process was faster
+            try:
+                made.write_text(made.name.removeprefix("."))
                 place.hardlink_to(made)
-            made.unlink()
+            except FileExistsError:  # another process was faster
+                pass
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                made.replace(place)
+            finally:
+                made.unlink(missing_ok=True)
         return place.read_text()
     return None
 

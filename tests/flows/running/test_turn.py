@@ -1,5 +1,6 @@
 """Flows that find a workspace held by another one."""
 
+import errno
 import os
 import sys
 import threading
@@ -289,6 +290,20 @@ def test_a_restore_may_take_longer_than_the_nights_of_its_model(
     monkeypatch.setattr(restores, "_bring", bring)
     monkeypatch.setattr(restores, "_check", lambda *_: 1)
     assert restores.restore("upcycle-pico-turn", return_state=True).is_completed()
+
+
+@pytest.mark.parametrize("why", [errno.EPERM, errno.ENOSPC])
+def test_a_home_on_a_disk_without_links_has_an_identity_and_a_full_one_is_not_littered(
+    tmp_path, monkeypatch, why
+):
+    def refused(*_, **__):
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(os, "link", refused)
+    first, second = turns.identity(tmp_path), turns.identity(tmp_path)
+    assert first == second
+    there = [path.read_text() for path in (tmp_path / ".waiting").iterdir()]
+    assert there == ([] if why == errno.ENOSPC else [first])
 
 
 def test_one_that_has_just_begun_is_not_taken_for_a_killed_one(workspace, recipe, server):
