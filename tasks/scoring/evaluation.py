@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ def stranger_piece(
 ) -> Scores:
     """The piece: another model's scores on this text, in tokens of this run's tokenizer.
 
-    ``documents`` are the files of the held-out text, ``corpora`` its tokens; of ``reference`` the
-    counts of tokens and bytes are read.
+    ``documents`` are the files of the held-out text, ``corpora`` its tokens; of ``reference`` all
+    but the losses is read: with the tokens of each document, scores of documents are told.
 
     Raises:
         InputError: Responses alone are counted, and the tokenizers differ.
@@ -159,6 +160,17 @@ def score_intervals(
 def heldout_file(domain: str) -> str:
     """A domain's held-out text, below the workspace: new text to train on leaves it as it is."""
     return f"documents/{domain}/{HELDOUT}"
+
+
+def reference_of(scores: Scores) -> dict[str, dict[str, Any]]:
+    """What ``stranger_piece`` reads of a model's scores: all but its losses, which may be others
+    where the counts are the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for domain, score in scores.items():
+        own = Score.from_dict(score)
+        counted = own.document_tokens
+        found[domain] = replace(own, nll=0.0, document_nll=(0.0,) * len(counted)).to_dict()
+    return found
 
 
 def counts(scores: Scores) -> dict[str, dict[str, float]]:

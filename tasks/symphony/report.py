@@ -22,6 +22,7 @@ from tasks.scoring.evaluation import (
     heldout_arguments,
     heldout_file,
     perplexities,
+    reference_of,
     score_intervals,
     scores_of,
     stranger_piece,
@@ -152,7 +153,11 @@ def _dense_pieces(run: StageRun, heldout: Scores) -> list[Piece]:
     recipe, common = run.recipe, _common(run)
     documents = {name: run.path(heldout_file(name)) for name in recipe.domains}
     documents |= {n: run.path(f"outside/{n}") / DOCUMENTS / HELDOUT for n in recipe.outside}
-    each = {"corpora": common["corpora"], "documents": documents, "reference": counts(heldout)}
+    each = {
+        "corpora": common["corpora"],
+        "documents": documents,
+        "reference": reference_of(heldout),
+    }
     judged = {"tokenizer": run.path("tokenizer"), "bos": recipe.corpus.bos}
     pieces = []
     for name, chosen in _scored_on(recipe).items():

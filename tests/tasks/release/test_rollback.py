@@ -378,7 +378,7 @@ def test_a_registration_killed_between_its_steps_is_finished_by_the_next(
     """Version 2 is to be champion after version 1, whichever call was the last one made."""
 
     def offer(digest):
-        found = offered(registry, name, digest, recipe="demo")
+        found = offered(registry, name, {digest}, recipe="demo")
         if found is not None:
             return found.version
         made = Registration(tags={MODEL_TAG: digest}, marks={PENDING_TAG: "champion"})

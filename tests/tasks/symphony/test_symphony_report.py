@@ -6,6 +6,7 @@ import pytest
 
 from tasks.recipes import validate
 from tasks.symphony.report import _dense_pieces
+from upcycle_core.evaluation.text.scores import Score
 
 NAMES = ("code", "law", "physics")
 EVERY = (*NAMES, "medicine")
@@ -32,7 +33,8 @@ def pieces(nll=1.0, **evaluation):
             return "cpu"
 
     heldout = {
-        text: {"tokens": 5, "bytes": 10 + place, "nll": nll} for place, text in enumerate(EVERY)
+        text: Score(nll, 5, 10.0 + place, (nll,), (5,), (3,)).to_dict()
+        for place, text in enumerate(EVERY)
     }
     return {piece.name: piece for piece in _dense_pieces(Run(), heldout)}
 
@@ -51,7 +53,8 @@ def test_strangers_may_be_scored_on_their_own_text_and_that_from_outside():
         for part in piece.each:
             assert list(piece.arguments[part]) == [own, "medicine"]
         assert piece.arguments["model"] == Path(f"experts/{own}")
-        assert piece.arguments["reference"][own] == {"tokens": 5, "bytes": 10 + EVERY.index(own)}
+        counted = Score(0.0, 5, 10.0 + EVERY.index(own), (0.0,), (5,), (3,))
+        assert piece.arguments["reference"][own] == counted.to_dict()
 
 
 def test_what_is_trained_elsewhere_scores_no_stranger_again():

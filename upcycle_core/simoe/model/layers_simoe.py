@@ -112,7 +112,7 @@ class SimoeLinear(Gated):
             x = x.index_select(-1, self.index)
         delta = self.delta.T if self.is_transposed else self.delta
         if not self.by_parameter:
-            return _AddProduct.apply(y, x, spread(self._mixed(alpha), x), delta)
+            return _AddProduct.apply(y, x, spread(self._mixed(alpha), x), delta).view(y.shape)
         for share, z in zip(alpha.unbind(-1), self.masks().unbind(0), strict=True):
             part = x * spread(share.unsqueeze(-1), x).to(x)
             y = y + functional.linear(part, delta * z.to(delta.dtype))
@@ -157,18 +157,18 @@ class _AddProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, g: Tensor, delta: Tensor) -> Tensor:
-        """Return [..., O] of y [..., O], x [..., n], g that multiplies x, and delta [O, n]."""
+        """Return [N, O], not yet in the shape of y [..., O], of x [..., n], g that multiplies x,
+        and delta [O, n]: a view that is made here could not be added to in place, as Falcon does.
+        """
         ctx.save_for_backward(x, g, delta)
         u = (x * g.to(x.dtype)).to(y.dtype).flatten(0, -2)
-        out = y.new_empty(y.shape)  # no view: Falcon adds to what its layers return, in place
-        torch.addmm(y.flatten(0, -2), u, delta.to(y.dtype).T, out=out.view(-1, out.shape[-1]))
-        return out
+        return torch.addmm(y.flatten(0, -2), u, delta.to(y.dtype).T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of y, x, g and delta."""
-        (gy,) = gradients
         x, g, delta = ctx.saved_tensors
+        gy = gradients[0].reshape(*x.shape[:-1], -1)
         _, needs_x, needs_g, needs_delta = ctx.needs_input_grad
         gx = gg = gdelta = None
         if needs_delta:
