@@ -167,7 +167,7 @@ def reference_of(scores: Scores) -> dict[str, dict[str, Any]]:
     where the counts are the same."""
     found: dict[str, dict[str, Any]] = {}
     for domain, score in scores.items():
-        own = Score.from_dict(score)
+        own = Score.from_dict({"nll": 0.0, **score})
         counted = own.document_tokens
         found[domain] = replace(own, nll=0.0, document_nll=(0.0,) * len(counted)).to_dict()
     return found
