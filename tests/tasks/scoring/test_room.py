@@ -153,8 +153,9 @@ def test_what_a_killed_piece_left_lies_beside_its_own_files(parts, tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_killed_oracle_goes_on_at_its_layer_of_a_later_domain(parts, tmp_path, monkeypatch):
-    through, passed, moments = Walk._through, [], [[0, 1, 0, 1]]  # the second domain's last layer
+def killed_at(monkeypatch, *layers):
+    """Kill the walk that has passed these layers, once; the layers that any walk passes."""
+    through, passed, moments = Walk._through, [], [[*layers]]
 
     def killed(walk, index, visit):
         passed.append(index)
@@ -164,6 +165,11 @@ def test_a_killed_oracle_goes_on_at_its_layer_of_a_later_domain(parts, tmp_path,
         return through(walk, index, visit)
 
     monkeypatch.setattr(Walk, "_through", killed)
+    return passed
+
+
+def test_a_killed_oracle_goes_on_at_its_layer_of_a_later_domain(parts, tmp_path, monkeypatch):
+    passed = killed_at(monkeypatch, 0, 1, 0, 1)  # the second domain's last layer
     arguments = {
         "out": tmp_path / "oracle.partial",
         "progress": Names(),
@@ -184,16 +190,7 @@ def test_a_killed_oracle_goes_on_at_its_layer_of_a_later_domain(parts, tmp_path,
 
 
 def test_a_killed_average_goes_on_at_its_layer(parts, tmp_path, monkeypatch):
-    through, passed, moments = Walk._through, [], [[0, 1]]  # the last layer
-
-    def killed(walk, index, visit):
-        passed.append(index)
-        if passed in moments:
-            moments.clear()
-            raise KeyboardInterrupt
-        return through(walk, index, visit)
-
-    monkeypatch.setattr(Walk, "_through", killed)
+    passed = killed_at(monkeypatch, 0, 1)  # the last layer
     arguments = {
         "out": tmp_path / "model_averaging.partial",
         "progress": Names(),
