@@ -1,6 +1,7 @@
 """Stage ``sources`` of models that share no seed: each is held against the others."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from infra.durable import read_json
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import type_faults
-from tasks.data.given import given_model
+from tasks.data.given import given_model, given_models
 from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
@@ -60,10 +61,24 @@ def sources(run: StageRun) -> None:
     own = section(recipe)
     anchor = anchor_of(recipe, own) if own.rope == "anchor" else None
     write_forms(run, of_one_seed=False, rope_of=anchor, settled=partial(_had_form, run))
+    if recipe.lineage is not None:
+        _say_short(run)
     known = known_texts(recipe, run.models)
     for name, source in recipe.outside.items():
         fingerprint = source_fingerprint(source, folder=recipe.text_folder, known=known)
         write_fingerprints(run.out / "outside" / f"{name}.json", fingerprint)
+
+
+def _say_short(run: StageRun) -> None:
+    """Say where a model that comes has fewer positions than what the others were made with."""
+    recipe, workspace = run.recipe, run.session.workspace
+    readers = {
+        f"domains.{name}": CheckpointReader(given_model(recipe, model, run.models))
+        for name, model in given_models(recipe).items()
+        if not workspace.inputs(f"experts/{name}")
+    }
+    for fault in position_faults(replace(recipe, lineage=None), lengths(recipe), readers):
+        run.session.log(f"WARNING: {fault}, or leave it, as the others were made with it")
 
 
 def _had_form(run: StageRun, name: str, form: Form) -> Form:

@@ -216,6 +216,17 @@ def test_a_stranger_that_comes_gives_those_that_are_trained_no_other_form(tmp_pa
     assert anew.config["max_position_embeddings"] == 64
 
 
+@pytest.mark.parametrize(("positions", "warns"), [(64, False), (16, True)])
+def test_a_stranger_that_comes_with_fewer_positions_than_are_read_is_told(
+    tmp_path, capsys, positions, warns
+):
+    """Another length would train the others again, so that it is the person's to choose."""
+    flow = joined(tmp_path)
+    comes(flow, max_position_embeddings=positions)
+    warned = f"longer than the {positions} positions of domains.colours" in capsys.readouterr().out
+    assert warned == warns
+
+
 def test_a_model_that_is_given_anew_takes_the_form_of_now(tmp_path):
     flow = joined(tmp_path)
     save_pico(tmp_path / "numbers-begins", seed=7, dtype="bfloat16")
