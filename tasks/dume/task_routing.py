@@ -4,7 +4,7 @@ The rows oracle, random routing and DUME OOD of the paper's Table 3, and the swe
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from upcycle_core.progress import Progress
 RANDOM, SCORES = "random_routing", "scores.json"
 Scores = Mapping[str, TaskScore]
 """{task: score}"""
+Scored = dict[str, Any]
+"""The same in plain values."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ def _params(recipe: Recipe, item: str) -> Iterator[str]:
 def task_routing(run: StageRun) -> None:
     """Write ``scores.json``: rows, and points of sweeps."""
     recipe, chosen = run.recipe, run.recipe.task_evaluation.routing
+    task_sets = {name: run.path(f"task_sets/{name}") for name in recipe.tasks}
     common = {
         "model": run.path("model"),
-        "task_sets": {name: run.path(f"task_sets/{name}") for name in recipe.tasks},
+        "task_sets": task_sets,
         "config": recipe.task_evaluation.measuring,
         "bos": recipe.corpus.bos,
         "device": run.device("evaluation"),
@@ -83,13 +86,15 @@ def task_routing(run: StageRun) -> None:
     if "oracle" in chosen:
         place = {domain: index for index, domain in enumerate(recipe.domains)}
         own = {name: place[task.domain] for name, task in recipe.tasks.items() if task.domain}
-        pieces.append(Piece.of("oracle", oracle_piece, experts=own, **common))
+        some = {name: task_sets[name] for name in own}
+        arguments = {**common, "task_sets": some, "experts": own}
+        pieces.append(_piece("oracle", oracle_piece, arguments, "experts"))
     if "dume_ood" in chosen:
         path = run.path("router") / ROUTERS["elsewhere"]
-        pieces.append(Piece.of("dume_ood", routed_piece, routers=path, **common))
+        pieces.append(_piece("dume_ood", routed_piece, {**common, "routers": path}))
     draws = recipe.evaluation.drawn_seeds(len(recipe.domains)) if RANDOM in chosen else ()
     drawing = {"experts": len(recipe.domains), **common}
-    pieces += [Piece.of(f"{RANDOM}-{s}", random_piece, seed=s, **drawing) for s in draws]
+    pieces += [_piece(f"{RANDOM}-{s}", random_piece, {**drawing, "seed": s}) for s in draws]
     points = {
         f"sweep_{parameter}-{value}": (parameter, value)
         for parameter, values in swept(recipe).items()
@@ -102,7 +107,7 @@ def task_routing(run: StageRun) -> None:
             "router": recipe.router,
         }
         point = {"parameter": parameter, "value": value, **solving}
-        pieces.append(Piece.of(name, sweep_piece, **point, **common))
+        pieces.append(_piece(name, sweep_piece, {**common, **point}))
     found = {name: done.result for name, done in run.run(pieces, "evaluation").items()}
     rows: dict[str, Any] = {row: found[row] for row in chosen if row in found}
     if draws:
@@ -112,6 +117,14 @@ def task_routing(run: StageRun) -> None:
         sweeps.setdefault(parameter, []).append({"value": value, "scores": found[name]})
     values = {"rows": rows, "sweeps": sweeps}
     (run.out / SCORES).write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _piece(
+    name: str, function: Callable[..., Scored], arguments: Mapping[str, Any], *each_task: str
+) -> Piece:
+    """One row or point, every task apart: what is known of it is not asked again."""
+    each = ("task_sets", *each_task)
+    return Piece(name=name, function=function, arguments=arguments, each=each)
 
 
 def read_routing_scores(directory: Path) -> RoutingScores:
@@ -128,21 +141,19 @@ def read_routing_scores(directory: Path) -> RoutingScores:
 
 def oracle_piece(
     *, out: Path, progress: Progress, experts: Mapping[str, int], **common: Any
-) -> dict[str, Any]:
+) -> Scored:
     """The piece: every task's tokens through the expert of its domain."""
-    every = common.pop("task_sets")
-    task_sets = {name: every[name] for name in experts}
-    return _measured(Variant(), progress, experts=experts, task_sets=task_sets, **common)
+    return _measured(Variant(), progress, experts=experts, **common)
 
 
-def routed_piece(*, out: Path, progress: Progress, routers: Path, **common: Any) -> dict[str, Any]:
+def routed_piece(*, out: Path, progress: Progress, routers: Path, **common: Any) -> Scored:
     """The piece: the MoE with the routers of a file."""
     return _measured(Saved(routers).variant(common["model"]), progress, **common)
 
 
 def random_piece(
     *, out: Path, progress: Progress, experts: int, seed: int, **common: Any
-) -> dict[str, Any]:
+) -> Scored:
     """The piece: the MoE with routers that know nothing."""
     return _measured(Drawn(seed, experts).variant(common["model"]), progress, **common)
 
@@ -157,7 +168,7 @@ def sweep_piece(
     statistics: Mapping[str, Path],
     router: RouterConfig,
     **common: Any,
-) -> dict[str, Any]:
+) -> Scored:
     """The piece: the MoE with one parameter set to ``value``."""
     swept = Swept(
         parameter=parameter, value=value, routers=routers, statistics=statistics, router=router
@@ -167,12 +178,12 @@ def sweep_piece(
 
 def _measured(
     variant: Variant, progress: Progress, *, model: Path, task_sets: Mapping[str, Path], **how: Any
-) -> dict[str, Any]:
+) -> Scored:
     scores, _ = evaluate_tasks(model, task_sets, variant=variant, progress=progress, **how)
     return {task: score.to_dict() for task, score in scores.items()}
 
 
-def _together(draws: list[dict[str, Any]]) -> dict[str, Any]:
+def _together(draws: list[dict[str, Any]]) -> Scored:
     """Several draws' scores as one row: the values of all, and the rest of the first."""
     return {
         task: {**score, "values": [value for draw in draws for value in draw[task]["values"]]}

@@ -27,7 +27,8 @@ class Remembered:
     Args:
         workspace: The stage's.
         label: The stage's, with its item.
-        models: Digests of models that lie outside the workspace's artifacts, by their place.
+        models: Digests of models that lie outside the workspace's artifacts, by their place: as
+            artifacts they had the same.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Remembered:
         known = self._known()
         recalled = []
         for piece in pieces:
-            mark = None if piece.each else self._mark(piece)
+            mark = None if piece.each else self.mark(piece)
             if mark is None:
                 continue
             self._marks[mark] = (piece.name, directory)
@@ -57,13 +58,13 @@ class Remembered:
     def known_parts(self, piece: Piece) -> dict[str, Any]:
         """{key: its result} of a piece with ``each``, as far as it is known."""
         known = self._known()
-        marks = {key: self._mark(piece.only([key])) for key in piece.keys}
+        marks = {key: self.mark(piece.only([key])) for key in piece.keys}
         return {key: known[mark]["result"] for key, mark in marks.items() if mark and mark in known}
 
     def learn(self, piece: Piece, result: Mapping[str, Any]) -> None:
         """Remember the whole result of a piece with ``each``, key by key."""
         for key in piece.keys:
-            if mark := self._mark(piece.only([key])):
+            if mark := self.mark(piece.only([key])):
                 self._parts[mark] = sealed({"result": result[key]})
 
     def keep(self) -> None:
@@ -79,15 +80,7 @@ class Remembered:
             partial.write_text(json.dumps(records, sort_keys=True))
             partial.replace(self._path)
 
-    def _known(self) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        for file in sorted(self._path.parent.glob("*.json")):
-            remembered = read_json(file)
-            records = remembered.items() if isinstance(remembered, dict) else ()
-            known |= {mark: record for mark, record in records if is_whole(record)}
-        return known
-
-    def _mark(self, piece: Piece) -> str | None:
+    def mark(self, piece: Piece) -> str | None:
         """What decides its result; None if that cannot be said."""
         try:
             arguments = json.dumps(piece.arguments, default=self._plain)
@@ -102,6 +95,14 @@ class Remembered:
                 "packages": package_versions(),
             }
         )
+
+    def _known(self) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        for file in sorted(self._path.parent.glob("*.json")):
+            remembered = read_json(file)
+            records = remembered.items() if isinstance(remembered, dict) else ()
+            known |= {mark: record for mark, record in records if is_whole(record)}
+        return known
 
     def _plain(self, value: object) -> Any:
         """An argument that JSON does not hold: an artifact, by its digest, or a config.
@@ -124,7 +125,7 @@ class Remembered:
     def _digest(self, path: Path) -> list[str | None]:
         """Of a path in a published artifact, or of a model."""
         if path in self._models:
-            return ["model", self._models[path]]
+            return ["artifact", self._models[path]]
         if not path.is_relative_to(self._workspace.root):
             raise ValueError(f"{path} is no artifact")
         name = path.relative_to(self._workspace.root).as_posix()

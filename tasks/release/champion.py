@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.cluster.compute import run_pieces
@@ -19,9 +19,10 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import PROVENANCE, fingerprint
 from tasks.release.history import catch_up
 from tasks.release.versions import MODEL_TAG
+from tasks.scoring.answers import Answered, Answers
 from tasks.scoring.evaluation import champion_piece, heldout_file
 from tasks.scoring.room import room_of
-from tasks.scoring.task_scores import read_scores, score_model
+from tasks.scoring.task_scores import read_scores, task_piece
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.tasks.items import Item
@@ -76,10 +77,7 @@ class Champion:
             arguments=arguments,
             each=("corpora", "documents", "reference"),
         )
-        tag = self.version.tags.get(MODEL_TAG)
-        remembered = Remembered(
-            workspace, CHAMPION, models={} if tag is None else {self.directory: tag}
-        )
+        remembered = Remembered(workspace, CHAMPION, models=self._digests)
         found = remembered.known_parts(piece)
         if keys := [key for key in piece.keys if key not in found]:
             found |= self.run(piece.only(keys), f"{workspace.digest('report')}").result
@@ -90,17 +88,21 @@ class Champion:
     def tasks(self) -> tuple[dict[str, TaskScore], list[Item]]:
         """Its scores on this run's tasks, and every item."""
         recipe, workspace = self.session.recipe, self.session.workspace
-        arguments = {
-            "models": [self.directory],
-            "task_sets": {name: workspace.path(f"task_sets/{name}") for name in recipe.tasks},
-            "config": recipe.task_evaluation,
-            "bos": recipe.corpus.bos,
-            "device": recipe.compute.evaluation.device,
-        }
+        task_sets = {name: workspace.path(f"task_sets/{name}") for name in recipe.tasks}
         # What this run's own model was scored with decides what the champion's scores are.
         mark = workspace.digest(f"task_scores/{recipe.method}")
-        piece = Piece.of("tasks", score_model, **arguments)
-        return read_scores(self.run(piece, f"{mark}").path)
+
+        def ask(some: Piece) -> Answered:
+            return read_scores(self.run(replace(some, each=()), f"{mark}").path)
+
+        answers = Answers(workspace, CHAMPION, models=self._digests)
+        return answers.of(task_piece(recipe, [self.directory], task_sets), ask)
+
+    @property
+    def _digests(self) -> dict[Path, str]:
+        """Of its files, where it was registered by a workspace."""
+        tag = self.version.tags.get(MODEL_TAG)
+        return {} if tag is None else {self.directory: tag}
 
     def run(self, piece: Piece, mark: str) -> Done:
         """Run a piece on a copy of its files; ``mark`` names what decides the result."""

@@ -4,13 +4,16 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.cluster.pieces import Piece
 from infra.durable import sync_tree
 from infra.recipe.schema import Recipe
 from tasks.engine.method import Models
 from tasks.engine.stage import Stage, StageRun, stage
+from tasks.scoring.answers import Answered, Answers
 from tasks.scoring.architectures import register_architectures
 from upcycle_core.backbone.average import write_average
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -34,17 +37,30 @@ def task_scores_of(models: Callable[[Recipe], Models]) -> Stage:
     @stage("task_scores/{model}", inputs, params=("task_evaluation", "corpus.bos"), each=models)
     def task_scores(run: StageRun) -> None:
         """Write ``scores.json`` and ``items.parquet``: every item's prompt, answer and score."""
-        run.run_one(
-            score_model,
-            "evaluation",
-            models=[run.path(artifact) for artifact in models(run.recipe)[run.item]],
-            task_sets={name: run.path(f"task_sets/{name}") for name in run.recipe.tasks},
-            config=run.recipe.task_evaluation,
-            bos=run.recipe.corpus.bos,
-            device=run.device("evaluation"),
-        )
+        paths = [run.path(artifact) for artifact in models(run.recipe)[run.item]]
+        task_sets = {name: run.path(f"task_sets/{name}") for name in run.recipe.tasks}
+        piece = task_piece(run.recipe, paths, task_sets)
+
+        def ask(some: Piece) -> Answered:
+            return read_scores(run.run([replace(some, each=())], "evaluation")[some.name].path)
+
+        answers = Answers(run.session.workspace, run.stage.label(run.item))
+        scores, items = answers.of(piece, ask)
+        _write(scores, items, run.out)
 
     return task_scores
+
+
+def task_piece(recipe: Recipe, models: Sequence[Path], task_sets: Mapping[str, Path]) -> Piece:
+    """The piece that asks one checkpoint, or the average of several, each task apart."""
+    arguments = {
+        "models": models,
+        "task_sets": task_sets,
+        "config": recipe.task_evaluation,
+        "bos": recipe.corpus.bos,
+        "device": recipe.compute.evaluation.device,
+    }
+    return Piece(name="tasks", function=score_model, arguments=arguments, each=("task_sets",))
 
 
 def score_model(
