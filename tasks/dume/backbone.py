@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -119,20 +120,27 @@ def merge_piece(
         Parameters that a tied model has more for a head of its own.
     """
     readers = [CheckpointReader(path) for path in experts]
-    size = readers[0].config["vocab_size"]
-    counts = [token_counts(text, size) for text in counted]
-    head = None
-    if moments:
-        heads = [read_untied(reader)(LM_HEAD) for reader in readers]
-        seconds = [load_file(file, device="cpu")["moments"] for file in moments]
-        head = fitted_head(heads, frequencies(counts), seconds, progress=progress)
-    progress.start("merging the backbone", 1, "models")
-    averaged_out = out if merge.attention == "average" else out.with_suffix(".averaged")
-    shutil.rmtree(averaged_out, ignore_errors=True)
-    write = partial(write_backbone, readers, merge=merge, counts=counts, head=head)
-    write(averaged_out, max_shard_bytes=max_shard_bytes)
-    progress.advance()
-    if merge.attention != "average":
+
+    def average(directory: Path) -> None:
+        size = readers[0].config["vocab_size"]
+        counts = [token_counts(text, size) for text in counted]
+        head = None
+        if moments:
+            heads = [read_untied(reader)(LM_HEAD) for reader in readers]
+            seconds = [load_file(file, device="cpu")["moments"] for file in moments]
+            head = fitted_head(heads, frequencies(counts), seconds, progress=progress)
+        progress.start("merging the backbone", 1, "models")
+        write = partial(write_backbone, readers, merge=merge, counts=counts, head=head)
+        write(directory, max_shard_bytes=max_shard_bytes)
+        progress.advance()
+
+    if merge.attention == "average":
+        average(out)
+    else:
+        averaged_out = out.with_suffix(".averaged")
+        if not averaged_out.exists():  # written anew it would be another to what a kill left
+            average(out)
+            out.rename(averaged_out)
         merge_attention(
             experts,
             averaged_out,
@@ -145,4 +153,6 @@ def merge_piece(
             progress=progress,
         )
         shutil.rmtree(averaged_out)
-    return 0 if head is None or LM_HEAD in readers[0].tensors else head.numel()
+    if not moments or LM_HEAD in readers[0].tensors:
+        return 0
+    return prod(CheckpointReader(out).tensors[LM_HEAD].shape)

@@ -13,8 +13,8 @@ from tasks.engine.stage import Session
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.batches import counted_tokens, fold_of, paragraphs
 from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.dume.calibration import UNDIVIDED, halves_of
 from upcycle_core.dume.checks import fewest_tokens
-from upcycle_core.dume.repair import UNDIVIDED, halves_of
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.perplexity import scored_paragraphs
 

@@ -18,6 +18,7 @@ from tasks.planning.parts import (
     tokens_of,
 )
 from tasks.planning.row import Planned
+from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.shape import Shape
 
@@ -82,11 +83,15 @@ def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -
         return row
     of: dict[str, Any] = {"experts": domains, "distils": merge.attention == "distilled"}
     resources = recipe.compute.statistics
-    held = memory.merged_attention_bytes(shape, config, tokens, device=resources.device, **of)
+    device, streams = resources.device, domains * (1 + of["distils"])
+    held = memory.merged_attention_bytes(shape, config, tokens, device=device, **of)
     passes = work.merged_attention_flops(shape, tokens, config.sequence_length, **of)
     return replace(
         row,
-        passing=kept,  # the average that it begins with
+        # The average that it begins with; states, and what each layer has made.
+        passing=kept
+        + memory.streamed_states_bytes(shape, config.precision, streams * tokens, device=device)
+        + shape.itemsize * (shape.whole - shape.ends - shape.ffns),
         read=(row.read if row.alone else 0) + domains * shape.stored + kept,
         flops=(row.flops or 0) + passes or None,
         precision=config.precision,
@@ -194,7 +199,7 @@ def _routed_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         1,
         1,
         kept=domains * shape.stored,
-        passing=domains * shape.itemsize * shape.ffns // 3,  # down projections
+        passing=domains * _layers_bytes(shape, config, tokens, resources.device),
         read=3 * domains * shape.stored,
         flops=domains * flops or None,
         precision=config.precision,
@@ -218,6 +223,7 @@ def _repaired_row(
         "repaired",
         pieces=domains,
         kept=domains * shape.stored,
+        each=_layers_bytes(shape, config, tokens, device),
         read=2 * domains * shape.stored,
         flops=domains * flops,
         precision=config.precision,
@@ -225,6 +231,12 @@ def _repaired_row(
         remedies=["fewer statistics.tokens", "experts.repair = none"],
         **passes,
     )
+
+
+def _layers_bytes(shape: Shape, config: StatisticsConfig, tokens: int, device: str) -> int:
+    """Of one expert's repair until it is written: two models' states, and down projections."""
+    states = memory.streamed_states_bytes(shape, config.precision, 2 * tokens, device=device)
+    return states + shape.itemsize * shape.ffns // 3
 
 
 def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:

@@ -7,10 +7,7 @@ recorded; the same call goes on behind it.
 Shapes: B paragraphs a batch, S tokens a paragraph, H hidden size.
 """
 
-import hashlib
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from upcycle_core.activations.resume import Record, digest_of
 from upcycle_core.activations.stream import LayerStream, Passing
-from upcycle_core.checkpoints.writer import sync_directory, sync_file, write_json
+from upcycle_core.checkpoints.writer import sync_file
 
 ALIGNED = 4096
 """Bytes at which a batch begins: kernels round otherwise where memory is not aligned."""
-RECORD = "record.json"
 
 
 @dataclass(frozen=True)
@@ -45,15 +42,6 @@ Through = Callable[[int], None]
 Visit = Callable[[int, nn.Module, Through], Any]
 """Called with a layer's index, the layer with its weights, and what takes each batch through it;
 returns what is to be recorded, as JSON holds it. Files that it writes are on the disk by then."""
-
-
-def _digest(batches: Sequence[Text]) -> str:
-    """sha256 of token ids and masks."""
-    found = hashlib.sha256()
-    for batch in batches:
-        for tensor in (batch.ids_BS, batch.mask_BS):
-            found.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 class Walk:
@@ -79,27 +67,27 @@ class Walk:
     ) -> None:
         self._stream, self._batches, self._folder = stream, batches, folder
         self._needs_end = needs_end
-        self._mark = {
-            "key": json.loads(json.dumps(key)),
+        mark = {
+            "key": key,
             "batches": [list(batch.ids_BS.shape) for batch in batches],
-            "texts": _digest(batches),
+            "texts": digest_of(x for batch in batches for x in (batch.ids_BS, batch.mask_BS)),
             "weights": stream.stamp,
             "layers": stream.layers,
             "dtype": str(stream.dtype),
         }
+        self._record = Record(folder, mark)
 
     def go(self, visit: Visit) -> list[Any]:
         """Visit every layer that was not yet; what was recorded of each layer, in order."""
         record = self._known()
         if record is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
+            self._record.begin()
             self._start()
             record = []
-            self._keep(record)
+            self._record.keep(record)
         for index in range(len(record), self._stream.layers):
             record.append(self._through(index, visit))
-            self._keep(record)
+            self._record.keep(record)
             self._path(index).unlink()
         return record
 
@@ -110,9 +98,8 @@ class Walk:
             yield states[number].to(self._stream.device)
 
     def close(self) -> None:
-        """Remove the files, first that which says that they are there."""
-        (self._folder / RECORD).unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the files."""
+        self._record.remove()
 
     def _start(self) -> None:
         states = self._states(0)
@@ -165,18 +152,8 @@ class Walk:
 
     def _known(self) -> list[Any] | None:
         """What an earlier call has recorded; None where it was of something else, or lost."""
-        try:
-            found = json.loads((self._folder / RECORD).read_text())
-        except (OSError, ValueError):
+        facts = self._record.facts()
+        if facts is None:
             return None
-        if found["mark"] != self._mark:
-            return None
-        done = len(found["facts"])
-        needed = done < self._stream.layers or self._needs_end
-        return None if needed and not self._path(done).exists() else found["facts"]
-
-    def _keep(self, facts: list[Any]) -> None:
-        partial = self._folder / f"{RECORD}.partial"
-        write_json(partial, {"mark": self._mark, "facts": facts})
-        partial.replace(self._folder / RECORD)
-        sync_directory(self._folder)
+        needed = len(facts) < self._stream.layers or self._needs_end
+        return None if needed and not self._path(len(facts)).exists() else facts

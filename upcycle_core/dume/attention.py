@@ -16,7 +16,7 @@ Shapes: X inputs of a matrix, Y its outputs, S tokens a paragraph.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +27,15 @@ from torch import Tensor, nn
 
 from upcycle_core.activations.moments import add_gram, mirror
 from upcycle_core.activations.regression import HALVES, DriftSums, check_finite, solve_drift
+from upcycle_core.activations.resume import LayersDone
 from upcycle_core.activations.stream import LAYER, LayerStream, Passing
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.corpora.batches import Batch
+from upcycle_core.dume.calibration import calibration_batches, layers_done
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.repair import calibration_batches
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
@@ -89,7 +91,8 @@ def merge_attention(
         experts: Dense checkpoints of one architecture.
         backbone: What ``write_backbone`` made of them.
         corpora: Of each expert's domain a split: calibration tokens.
-        out: The directory that is written.
+        out: The directory that is written. Beside it lies what each layer has made, until all is
+            written: the same call goes on there.
         way: ``regmean`` or ``distilled``.
         config: How much text is read, and in which arithmetic.
         max_shard_bytes: Size of one safetensors file.
@@ -100,35 +103,40 @@ def merge_attention(
         InputError: Activations are not finite.
     """
     shared = CheckpointReader(backbone, field="backbone")
-    family = family_of(shared.config)
+    texts = [calibration_batches(corpus, config) for corpus in corpora]
     domains = [
-        _opened(shared, path, corpus, way, config, device)
-        for path, corpus in zip(experts, corpora, strict=True)
+        _opened(shared, path, batches, way, config, device)
+        for path, batches in zip(experts, texts, strict=True)
     ]
-    layers = _merged(shared, domains, way)
-    made: dict[str, Tensor] = {}
-
-    def regressed(name: str) -> Tensor:
-        while name not in made:
-            made.clear()  # names come layer by layer
-            made.update(next(layers))
-        return made[name]
-
-    matrices = _names(shared.config["num_hidden_layers"])
-    dtype = weights_type(shared)
-    plan: Plan = {
-        name: (shape, dtype, partial(regressed if name in matrices else shared.tensor, name))
-        for name, shape in family.tensors(shared.config, ffn=False).items()
-    }
+    streams = [stream for d in domains for stream in (d.own, d.merged)]
+    done = layers_done(out, [way, asdict(config)], streams, texts)
     write_model(
         out,
-        plan,
+        _plan(shared, _merged(shared, domains, way, done), done),
         shared.config,
         source=shared,
         max_shard_bytes=max_shard_bytes,
         what=f"merging attention{chosen(config.precision, device)}",
         progress=progress or Silent(),
     )
+    done.remove()
+
+
+def _plan(shared: CheckpointReader, layers: Iterator[None], done: LayersDone) -> Plan:
+    """The backbone's tensors; a layer is regressed when the first of it is to be written."""
+
+    def regressed(name: str) -> Tensor:
+        layer = int(name.split(".")[2])
+        while layer >= len(done.facts):
+            next(layers)
+        return done.made(layer, name)
+
+    matrices, dtype = _names(shared.config["num_hidden_layers"]), weights_type(shared)
+    shapes = family_of(shared.config).tensors(shared.config, ffn=False)
+    return {
+        name: (shape, dtype, partial(regressed if name in matrices else shared.tensor, name))
+        for name, shape in shapes.items()
+    }
 
 
 def _names(layers: int) -> set[str]:
@@ -144,17 +152,16 @@ def _names(layers: int) -> set[str]:
 def _opened(
     shared: CheckpointReader,
     path: Path,
-    corpus: Path,
+    batches: Sequence[Batch],
     way: Way,
     config: StatisticsConfig,
     device: str,
 ) -> _Domain:
     expert = CheckpointReader(path, field="expert")
-    batches = calibration_batches(corpus, config)
     dtype = type_in(config.precision, device)
     read = stitched_reader(family_of(shared.config), expert, shared)
     own, merged = (
-        LayerStream(shared.directory, tensor, dtype=dtype, device=device)
+        LayerStream(shared.directory, tensor, dtype=dtype, device=device, beside=[path])
         for tensor in (expert.tensor, read)
     )
     ids = [batch.input_ids for batch in batches]
@@ -167,10 +174,12 @@ def _opened(
 
 
 def _merged(
-    shared: CheckpointReader, domains: Sequence[_Domain], way: Way
-) -> Iterator[dict[str, Tensor]]:
-    """Layer by layer its attention matrices [Y, X] by name, in the checkpoint's type."""
-    for index in range(shared.config["num_hidden_layers"]):
+    shared: CheckpointReader, domains: Sequence[_Domain], way: Way, done: LayersDone
+) -> Iterator[None]:
+    """Layer by layer keep its attention matrices [Y, X] by name, in the checkpoint's type."""
+    layers = shared.config["num_hidden_layers"]
+    done.go_on(_passing(domains))
+    for index in range(len(done.facts), layers):
         prefix = f"{LAYER.format(layer=index)}self_attn."
         made: dict[str, Tensor] = {}
         for part in PARTS:
@@ -186,7 +195,19 @@ def _merged(
                 new = _pass(domain, index, "merged", made)
                 for text, hidden in zip(domain.texts, new, strict=True):
                     text.merged = Passing(hidden)
-        yield made
+        done.keep(made, _passing(domains) if index < layers - 1 else {}, None)
+        yield
+
+
+def _passing(domains: Sequence[_Domain]) -> dict[str, Passing]:
+    """What goes from layer to layer, by the domain's place, the batch and the model."""
+    return {
+        f"{place}.{number}.{model}": passing
+        for place, domain in enumerate(domains)
+        for number, text in enumerate(domain.texts)
+        for model, passing in (("own", text.own), ("merged", text.merged))
+        if passing is not None
+    }
 
 
 @torch.inference_mode()

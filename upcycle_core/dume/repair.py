@@ -17,12 +17,11 @@ Shapes: T tokens, S tokens a paragraph, H hidden size, I intermediate size, V vo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from upcycle_core.activations.regression import (
     solve_drift,
     unseen_solutions,
 )
+from upcycle_core.activations.resume import LayersDone
 from upcycle_core.activations.stream import LayerStream, Passing, Read
 from upcycle_core.allocator import trim
 from upcycle_core.architectures.families import family_of
@@ -42,17 +42,11 @@ from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, type_faults, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import write_json
-from upcycle_core.corpora.batches import (
-    Batch,
-    counted_tokens,
-    fold_of,
-    paragraph_batches,
-    paragraphs,
-)
-from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.corpora.batches import Batch
+from upcycle_core.dume.calibration import calibration_batches, layers_done
 from upcycle_core.dume.checks import check_repairable
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.errors import raise_faults
 from upcycle_core.moe.random import keyed_generator
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
@@ -61,13 +55,7 @@ from upcycle_core.training.config import Repair
 
 ROWS_AT_ONCE = 1 << 13
 REPORT = "repair.json"
-LEAST_SHARE = 0.25
-"""Of what is counted, in the smaller half of the documents: a lambda that is judged on less, or
-solved on less, is none for the text."""
-UNDIVIDED = (
-    "all that is counted stands in one paragraph, and what is solved on one half is judged on the "
-    "other; give more text, or a shorter statistics.sequence_length"
-)
+DOWN = "down"
 JUDGED_TOKENS = 512
 """Tokens of the calibration text whose logits decide between the last layer's targets."""
 LOGITS_AT_ONCE = 64
@@ -108,7 +96,8 @@ def repair_expert(
         backbone: What ``write_backbone`` wrote.
         expert: The domain's dense checkpoint.
         corpus: A split's directory: the domain's calibration tokens.
-        out: Is written: backbone and repaired FFNs as one checkpoint, and ``repair.json``.
+        out: Is written: backbone and repaired FFNs as one checkpoint, and ``repair.json``. Beside
+            it lies what each layer has made, until all is written: the same call goes on there.
         repair: ``down``, or with ``head_target`` in the last layer where unseen text is for it.
         config: How much text is read, and in which arithmetic.
         max_shard_bytes: Size of one safetensors file.
@@ -132,13 +121,11 @@ def repair_expert(
     texts = calibration_batches(corpus, config)
     check_repairable(family, shared.config, sum(int(b.counted.sum()) for b in texts), "tokens")
     stitched = stitched_reader(family, own, shared)
-    streams = [
-        LayerStream(place, read, dtype=type_in(config.precision, device), device=device)
-        for place, read in ((backbone, stitched), (expert, own.tensor))
-    ]
+    where: Any = {"dtype": type_in(config.precision, device), "device": device}
+    streams = [LayerStream(backbone, stitched, **where), LayerStream(expert, own.tensor, **where)]
     head = HeadTarget(shared, own, corpus) if repair == "down+head_target" else None
-    said: list[dict[str, Any]] = []
-    layers = _repaired(streams, texts, stitched, family, head=head, said=said, device=device)
+    done = layers_done(out, [repair, asdict(config)], streams, [texts])
+    layers = _repaired(streams, texts, stitched, family, head=head, done=done, device=device)
     write_model(
         out,
         _plan(shared, family, stitched, layers),
@@ -148,8 +135,9 @@ def repair_expert(
         what=f"repairing{chosen(config.precision, device)}",
         progress=progress or Silent(),
     )
-    write_json(out / REPORT, said)
-    return said
+    write_json(out / REPORT, done.facts)
+    done.remove()
+    return done.facts
 
 
 def _plan(
@@ -164,48 +152,6 @@ def _plan(
     }
 
 
-def halves_of(documents: np.ndarray, counted: np.ndarray) -> np.ndarray | None:
-    """The half of a text that each paragraph belongs to, [N] int64: that of its document.
-
-    Where less than ``LEAST_SHARE`` of what is counted stands in one half, as with a single long
-    document, halves are those of the paragraphs in their order.
-
-    Args:
-        documents: The document of each paragraph, [N] int64.
-        counted: Its tokens that are counted, [N] int64.
-
-    Returns:
-        None where one of these too has nothing that is counted.
-    """
-    places = np.arange(len(documents)) * HALVES // max(1, len(documents))
-    for halves, least in ((fold_of(documents, HALVES), LEAST_SHARE), (places, 0.0)):
-        tokens = np.bincount(halves, weights=counted, minlength=HALVES)
-        if tokens.min() >= max(1, least * tokens.sum()):
-            return halves
-    return None
-
-
-def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
-    """What ``config`` reads of a split; each batch is of one of ``halves_of`` it.
-
-    Raises:
-        InputError: One paragraph alone holds what is counted.
-    """
-    tokens = TokenCorpus(corpus)
-    pieces = paragraphs(
-        tokens,
-        sequence_length=config.sequence_length,
-        max_tokens=config.tokens,
-        window=config.window,
-    )
-    counted = counted_tokens(tokens, pieces, config.count)
-    halves = halves_of(pieces.rows[:, 0], counted)
-    if halves is None:
-        raise InputError(Fault("corpus", str(corpus), UNDIVIDED))
-    size, count = config.batch_size, config.count
-    return list(paragraph_batches(tokens, pieces, size, folds=halves, count=count))
-
-
 def _repaired(
     streams: Sequence[LayerStream],
     batches: Sequence[Batch],
@@ -213,24 +159,31 @@ def _repaired(
     family: Family,
     *,
     head: "HeadTarget | None",
-    said: list[dict[str, Any]],
+    done: LayersDone,
     device: str,
 ) -> Iterator[Tensor]:
     """Layer by layer its repaired down projection [H, I], in the checkpoint's type."""
+    begun, layers = len(done.facts), streams[0].layers
+    for index in range(begun):
+        yield done.made(index, DOWN)
+    if begun == layers:
+        return
     started = [stream.start([batch.input_ids for batch in batches]) for stream in streams]
     texts = [
         _Text(batch.fold, batch.counted.bool().flatten().nonzero().flatten().to(device), *pair)
         for batch, *pair in zip(batches, *started, strict=True)
     ]
-    layers = streams[0].model.config.num_hidden_layers
-    for index in range(layers):
+    models = zip(("merged", "own"), started, strict=True)
+    passing = {f"{m}.{number}": text for m, own in models for number, text in enumerate(own)}
+    done.go_on(passing)
+    for index in range(begun, layers):
         down_HI = stitched(family.ffn(index).down)
         last_head = head if index == layers - 1 else None
         sums = _pass(streams, texts, index, head=last_head)
         target, (factor, left, delta_IH) = _solved(sums, texts, index, last_head)
         tokens = sum(half.tokens for half in sums)
         counts = {"tokens": tokens, "tokens_a_neuron": tokens / down_HI.shape[1]}
-        said.append({"layer": index, "lambda": factor, "drift": left, "target": target, **counts})
+        fact = {"layer": index, "lambda": factor, "drift": left, "target": target, **counts}
         repaired_HI = (down_HI.double() + delta_IH.T.cpu()).to(down_HI.dtype)
         del sums, delta_IH  # as large as all else, and the next layer has its own
         trim()
@@ -240,6 +193,7 @@ def _repaired(
                 change = text.inner_BSI @ change_HI.T.to(text.inner_BSI.dtype)
                 text.merged.hidden_BSH = text.merged.hidden_BSH + change
             text.inner_BSI = torch.empty(0)
+        done.keep({DOWN: repaired_HI}, passing if index < layers - 1 else {}, fact)
         yield repaired_HI
 
 

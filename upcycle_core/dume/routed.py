@@ -16,27 +16,27 @@ I intermediate size, D domains.
 
 import copy
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
+from upcycle_core.activations.resume import LayersDone, digest_of
 from upcycle_core.activations.stream import LayerStream, Passing
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.writer import write_json
+from upcycle_core.corpora.batches import Batch
+from upcycle_core.dume.calibration import calibration_batches, layers_done
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.repair import REPORT, HeadTarget, calibration_batches
+from upcycle_core.dume.repair import REPORT, HeadTarget
 from upcycle_core.precision import chosen
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent
@@ -107,7 +107,8 @@ def repair_routed(
         repaired: Domain to what ``repair_expert`` wrote; its order is the order of the experts.
         corpora: Domain to a split's directory, the calibration tokens.
         routers: Layer to W [H, D], columns in the order of ``repaired``.
-        out: The directory that is written: a checkpoint with ``repair.json`` a domain.
+        out: The directory that is written: a checkpoint with ``repair.json`` a domain. Beside it
+            lies what each layer has made, until all is written: the same call goes on there.
         config: How much text is read, and in which arithmetic.
         max_shard_bytes: Size of one safetensors file.
         device: Where all models' layers are computed, one after the other.
@@ -122,21 +123,18 @@ def repair_routed(
     """
     progress, shared = progress or Silent(), CheckpointReader(backbone, field="backbone")
     readers = {name: CheckpointReader(path, field="repaired") for name, path in repaired.items()}
-    passes = _Passes(shared, experts, readers, corpora, config=config, device=device)
+    texts = {name: calibration_batches(corpora[name], config) for name in readers}
+    passes = _Passes(shared, experts, readers, corpora, texts, config=config, device=device)
     layers = shared.config["num_hidden_layers"]
-    files = [out.with_suffix(".downs") / f"{index}.safetensors" for index in range(layers)]
-    shutil.rmtree(files[0].parent, ignore_errors=True)
-    files[0].parent.mkdir(parents=True)
-    said: dict[str, list[dict[str, Any]]] = {name: [] for name in repaired}
-    what = f"repairing what is routed{chosen(config.precision, device)}"
-    progress.start(what, layers, "layers")
-    for index, file in enumerate(files):
-        save_file(passes.repair(index, routers[index], said), file)
-        progress.advance()
+    weights = digest_of(routers[index] for index in range(layers))
+    done = layers_done(out, [weights, asdict(config)], passes.streams, [*texts.values()])
+    progress.start(f"repairing what is routed{chosen(config.precision, device)}", layers, "layers")
+    _repaired(passes, routers, done, layers, progress)
+    said = {name: [facts[name] for facts in done.facts] for name in readers}
     for name, reader in readers.items():
         write_model(
             out / name,
-            _plan(reader, files, name),
+            _plan(reader, done, name),
             reader.config,
             source=reader,
             max_shard_bytes=max_shard_bytes,
@@ -144,25 +142,36 @@ def repair_routed(
             progress=progress,
         )
         write_json(out / name / REPORT, said[name])
-    shutil.rmtree(files[0].parent)
+    done.remove()
     return said
 
 
-def _plan(reader: CheckpointReader, files: Sequence[Path], name: str) -> Plan:
-    """The repaired expert's tensors, down projections from the layers' files."""
+def _repaired(
+    passes: "_Passes",
+    routers: Mapping[int, Tensor],
+    done: LayersDone,
+    layers: int,
+    progress: Progress,
+) -> None:
+    """Go on through all layers."""
+    progress.advance(len(done.facts))
+    if len(done.facts) < layers:
+        done.go_on(passes.passing)
+    for index in range(len(done.facts), layers):
+        made, facts = passes.repair(index, routers[index])
+        done.keep(made, passes.passing if index < layers - 1 else {}, facts)
+        progress.advance()
+
+
+def _plan(reader: CheckpointReader, done: LayersDone, name: str) -> Plan:
+    """The repaired expert's tensors, down projections from what the layers have made."""
     family, dtype = family_of(reader.config), weights_type(reader)
-    downs = {family.ffn(layer).down: file for layer, file in enumerate(files)}
+    downs = {family.ffn(layer).down: layer for layer in range(len(done.facts))}
     plan: Plan = {}
     for tensor, shape in family.tensors(reader.config).items():
-        new = partial(_down, downs[tensor], name) if tensor in downs else None
+        new = partial(done.made, downs[tensor], name) if tensor in downs else None
         plan[tensor] = (shape, dtype, new or partial(reader.tensor, tensor))
     return plan
-
-
-def _down(file: Path, name: str) -> Tensor:
-    """An expert's down projection of the layer whose file it is."""
-    with safe_open(file, "pt") as tensors:
-        return tensors.get_tensor(name)
 
 
 class _Passes:
@@ -174,17 +183,18 @@ class _Passes:
         experts: Mapping[str, Path],
         readers: Mapping[str, CheckpointReader],
         corpora: Mapping[str, Path],
+        batches: Mapping[str, Sequence[Batch]],
         *,
         config: StatisticsConfig,
         device: str,
     ) -> None:
         self._dtype, self._device = type_in(config.precision, device), device
         self._family, self._readers = family_of(shared.config), readers
-        first = next(iter(readers.values()))
-        self._routed = self._stream(first)
+        first, *others = readers.values()
+        self._routed = self._stream(first, beside=[reader.directory for reader in others])
         owns = {name: CheckpointReader(path, field="expert") for name, path in experts.items()}
         self._own = {name: self._stream(reader) for name, reader in owns.items()}
-        self._texts = {name: self._started(name, corpora[name], config) for name in readers}
+        self._texts = {name: self._started(name, batches[name]) for name in readers}
         self._heads = {
             name: HeadTarget(shared, owns[name], corpora[name])
             for name, reader in readers.items()
@@ -192,11 +202,11 @@ class _Passes:
         }
         """Of domains whose last layer was repaired towards the expert's logits."""
 
-    def _stream(self, reader: CheckpointReader) -> LayerStream:
-        return LayerStream(reader.directory, reader.tensor, dtype=self._dtype, device=self._device)
+    def _stream(self, reader: CheckpointReader, beside: Sequence[Path] = ()) -> LayerStream:
+        where: dict[str, Any] = {"dtype": self._dtype, "device": self._device, "beside": beside}
+        return LayerStream(reader.directory, reader.tensor, **where)
 
-    def _started(self, name: str, corpus: Path, config: StatisticsConfig) -> list[_Text]:
-        batches = calibration_batches(corpus, config)
+    def _started(self, name: str, batches: Sequence[Batch]) -> list[_Text]:
         ids = [batch.input_ids for batch in batches]
         started = self._routed.start(ids), self._own[name].start(ids)
         return [
@@ -204,12 +214,29 @@ class _Passes:
             for batch, *pair in zip(batches, *started, strict=True)
         ]
 
+    @property
+    def streams(self) -> list[LayerStream]:
+        """All models that text goes through."""
+        return [self._routed, *self._own.values()]
+
+    @property
+    def passing(self) -> dict[str, Passing]:
+        """What goes from layer to layer, by domain, batch and model."""
+        found = {}
+        for domain, texts in self._texts.items():
+            for number, text in enumerate(texts):
+                found[f"{domain}.{number}.routed"] = text.routed
+                found[f"{domain}.{number}.own"] = text.own
+        return found
+
     @torch.inference_mode()
     def repair(
-        self, index: int, router_HD: Tensor, said: Mapping[str, list[dict[str, Any]]]
-    ) -> dict[str, Tensor]:
-        """Take the text through a layer; each expert's repaired down projection [H, I]."""
+        self, index: int, router_HD: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """Take the text through a layer; each expert's repaired down projection [H, I], and what
+        is said of it."""
         found: dict[str, Tensor] = {}
+        said: dict[str, dict[str, Any]] = {}
         with self._layer(index, router_HD) as routed:
             sums = self._sums(index, routed)
             for expert, (name, reader) in zip(routed.experts, self._readers.items(), strict=True):
@@ -219,12 +246,10 @@ class _Passes:
                 down: Any = expert.down_proj
                 down.weight.copy_(found[name])
                 tokens = sum(half.tokens for half in sums[name])
-                said[name].append(
-                    {"layer": index, "lambda": factor, "drift": left, "tokens": tokens}
-                )
+                said[name] = {"layer": index, "lambda": factor, "drift": left, "tokens": tokens}
             for text in (text for texts in self._texts.values() for text in texts):
                 text.routed.hidden_BSH = self._routed.through(text.routed)
-        return found
+        return found, said
 
     @contextmanager
     def _layer(self, index: int, router_HD: Tensor) -> Iterator[_RoutedFFN]:

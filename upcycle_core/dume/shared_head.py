@@ -24,8 +24,8 @@ from torch import Tensor
 from upcycle_core.activations.moments import add_gram, mirror
 from upcycle_core.activations.stream import LayerStream
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.dume.calibration import calibration_batches
 from upcycle_core.dume.config import StatisticsConfig
-from upcycle_core.dume.repair import calibration_batches
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.precision import weights_type as type_in
 from upcycle_core.progress import Progress, Silent

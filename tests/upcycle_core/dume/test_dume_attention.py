@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from killed import killed_at
 from test_dume_repair import EXACT, merged, paragraphs_of, related, write_corpus
 
 from upcycle_core.activations.regression import LAMBDAS
@@ -183,3 +184,15 @@ def test_activations_that_are_not_finite_are_named(way, corpora, tmp_path):
     backbone = merged(experts, tmp_path / "backbone")
     with pytest.raises(InputError, match=r"backbone.merge.attention = nan: layer 1's"):
         made_by(way, experts, backbone, corpora, tmp_path / "made")
+
+
+def test_a_killed_merge_goes_on_at_its_layer(corpora, tmp_path, monkeypatch):
+    experts = related(tmp_path, num_hidden_layers=3)
+    backbone = merged(experts, tmp_path / "backbone")
+
+    def call(out):
+        made_by("regmean", experts, backbone, corpora, out)
+
+    passed, whole, found = killed_at(monkeypatch, 2, call, tmp_path / "out")
+    assert passed == [2]
+    assert found == whole

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from killed import killed_at
 from torch import Tensor, nn
 
 from tests.pico import save_pico
@@ -408,3 +409,30 @@ def test_targets_are_judged_at_every_position_of_a_paragraph():
     assert places.bincount(minlength=32).min() > 4
     assert len({tuple(own.tolist()) for own in rows}) > 200
     assert judged_rows(torch.tensor([7, 9]), 5, 0).tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("repair", ["down", "down+head_target"])
+def test_a_killed_repair_goes_on_at_its_layer(repair, tmp_path, monkeypatch):
+    experts = related(tmp_path, num_hidden_layers=3)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "corpus")
+    passed, whole, found = killed_at(
+        monkeypatch,
+        2,
+        lambda out: repaired(backbone, experts[0], corpus, out, repair=repair),
+        tmp_path / "out",
+    )
+    assert passed == [2]
+    assert found == whole
+
+
+def test_another_repair_begins_anew(tmp_path, monkeypatch):
+    experts = related(tmp_path)
+    backbone, corpus = merged(experts, tmp_path / "backbone"), write_corpus(tmp_path / "corpus")
+    calls = iter([{"repair": "down"}, {"repair": "down"}, {"repair": "down+head_target"}])
+    passed, *_ = killed_at(
+        monkeypatch,
+        1,
+        lambda o: repaired(backbone, experts[0], corpus, o, **next(calls)),
+        tmp_path / "out",
+    )
+    assert passed == [0, 1]

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from killed import killed_at
 from test_dume_repair import (
     EXACT,
     last_target,
@@ -48,11 +49,12 @@ def once_repaired(root, experts, corpora, way="down"):
     ]
 
 
-def twice_repaired(root, backbone, experts, once, corpora, routers):
+def twice_repaired(root, backbone, experts, once, corpora, routers, out=None):
     named = [{f"d{n}": path for n, path in enumerate(of)} for of in (experts, once, corpora)]
     settings = {"config": EXACT, "max_shard_bytes": 10**9}
-    repair_routed(backbone, *named, routers, root / "twice", **settings)
-    return [root / "twice" / name for name in named[0]]
+    out = out or root / "twice"
+    repair_routed(backbone, *named, routers, out, **settings)
+    return [out / name for name in named[0]]
 
 
 class Sent(torch.nn.Module):
@@ -188,3 +190,16 @@ def test_activations_that_are_not_finite_are_named(corpora, tmp_path):
     routers = random_routers(2, 32, 2, seed=0)
     with pytest.raises(InputError, match="layer 1's activations"):
         twice_repaired(tmp_path, backbone, experts, once, corpora, routers)
+
+
+def test_a_killed_second_repair_goes_on_at_its_layer(corpora, tmp_path, monkeypatch):
+    experts = related(tmp_path, num_hidden_layers=3)
+    backbone, once = once_repaired(tmp_path, experts, corpora, "down+head_target")
+    routers = random_routers(3, 32, 2, seed=0)
+
+    def call(out):
+        twice_repaired(tmp_path, backbone, experts, once, corpora, routers, out)
+
+    passed, whole, found = killed_at(monkeypatch, 2, call, tmp_path / "out")
+    assert passed == [2]
+    assert found == whole

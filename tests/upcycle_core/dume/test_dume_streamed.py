@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pico import save_pico
-from upcycle_core.activations import walk
+from upcycle_core.activations import resume
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.backbone.average import write_backbone
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -152,7 +152,7 @@ def test_a_pass_that_is_killed_while_its_files_go_is_made_again(corpus, tmp_path
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(walk.shutil, "rmtree", killed)
+        patched.setattr(resume.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             domain_statistics(*parts, corpus, out, **common)
     domain_statistics(*parts, corpus, out, **common)
