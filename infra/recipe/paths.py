@@ -60,7 +60,12 @@ def with_folder(recipe: Recipe) -> Recipe:
 
 
 def _task(task: Any, where: str) -> Any:
-    if not isinstance(task, dict) or not isinstance(task.get("superni"), dict):
+    """A definition begins at the checkout, unless its path is whole or begins at a home."""
+    if not isinstance(task, dict):
+        return task
+    if isinstance(task.get("definition"), str) and task["definition"].startswith("~"):
+        task = _with_paths(task, where, "definition")
+    if not isinstance(task.get("superni"), dict):
         return task
     own = _with_paths(task["superni"], f"{where}.superni", "instances", "tasks")
     return task | {"superni": own}

@@ -52,6 +52,14 @@ def test_paths_are_seen_from_where_the_recipe_is_read(here):
     assert given["folder"] == "texts"
 
 
+def test_a_definition_begins_at_the_checkout_or_at_home(here):
+    given = {"a": "recipes/tasks/gsm8k.yaml", "b": "~/b.yaml", "c": "/c.yaml"}
+    found = rooted({"tasks": {name: {"definition": path} for name, path in given.items()}})["tasks"]
+    assert {name: task["definition"] for name, task in found.items()} == given | {
+        "b": f"{here}/b.yaml"
+    }
+
+
 def test_values_of_the_wrong_kind_stay_for_those_who_judge_them(here):
     given = {"folder": 3, "domains": [1], "seed_model": {"model": ["x"]}, "outside": {"a": None}}
     given |= {"tasks": {"a": {"superni": [1]}, "b": 3}, "task_evaluation": {"folder": 3}}
