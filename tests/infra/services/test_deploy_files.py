@@ -470,6 +470,21 @@ def test_a_model_that_cannot_learn_has_no_nights(serving, monkeypatch):
     assert not {name.partition("/")[0] for name in names} & {"retrain", "notice", "grow", "shrink"}
 
 
+def test_instructions_and_tasks_that_are_not_there_are_not_deployed(tmp_path, capsys):
+    """Each night would fail at them."""
+    tasks = tmp_path / "tasks.yaml"
+    tasks.write_text("tasks: {sums: {definition: recipes/tasks/none.yaml}}\n")
+    where = f"instructions.sources.answers.files=['{tmp_path}/none.jsonl']"
+    recipes = REPOSITORY / "recipes"
+    for words, field in [
+        (["nightly-simoe.yaml", "--set", "folder=/texts", "--set", where], "answers.files"),
+        (["demo.yaml", str(tasks)], "tasks.sums.definition"),
+    ]:
+        assert tasks_offered.main([str(recipes / words[0]), *words[1:]]) == 2
+        assert f"{field} = " in capsys.readouterr().err
+        assert tasks_offered.main([str(recipes / words[0]), *words[1:], "--elsewhere"]) == 0
+
+
 @pytest.mark.parametrize("lives", [True, False])
 def test_the_check_says_whether_a_method_s_models_live_on(lives, monkeypatch, capsys):
     if not lives:
