@@ -9,7 +9,8 @@ A record is one of::
 
 Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools`` and a
 system message (``system``). One of a prompt may hold earlier turns (``history``, a list of
-[question, answer]).
+[question, answer]). OpenAI's older form, ``functions`` beside messages that hold ``function_call``
+and are of the role ``function``, is brought to the newer.
 """
 
 import json
@@ -27,7 +28,9 @@ MATERIAL_FIELDS = ("input", "context")
 BEFORE_FIELDS = ("system", "history")
 """What stands before a prompt."""
 PARTS = (*BEFORE_FIELDS, *PROMPT_FIELDS, *MATERIAL_FIELDS, *RESPONSE_FIELDS)
-FIELDS = ("messages", "tools", *PARTS)
+FUNCTIONS, CALL = "functions", "function_call"
+"""OpenAI's older names, of a record for ``tools``, and of a message for its one call."""
+FIELDS = ("messages", "tools", FUNCTIONS, *PARTS)
 THOUGHTS = ("reasoning_content", "thinking")
 """Of a message: what its writer thought, by the two names that templates have for it."""
 OPENING, THOUGHT = "<think>", "</think>"
@@ -162,12 +165,28 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
     Raises:
         Unanswered: A response is empty.
         InputError: It has no prompt or response, or not as text; an ``input`` and a ``context``;
-            or two system messages.
+            two system messages; or tools or calls that are none, or by both names.
     """
     if "messages" in row:
         said = _with_system(row, _conversation(row["messages"], place), place)
-        tools = _objects(row, "tools", place)
-        return [said[0] | {"tools": tools}, *said[1:]] if tools else said
+    else:
+        said = _asked_and_answered(row, place)
+    tools = _tools(row, place)
+    return [said[0] | {"tools": tools}, *said[1:]] if tools else said
+
+
+def _tools(row: dict[str, Any], place: str) -> list[Any]:
+    """The functions that a record holds, in the newer form."""
+    tools = _objects(row, "tools", place)
+    older = _objects(row, FUNCTIONS, place) if "messages" in row else []
+    if tools and older:
+        remedy = "stands beside tools, the newer name of the same; keep one of them"
+        raise InputError(Fault(f"{place}, {FUNCTIONS}", _start(older), remedy))
+    return tools or [_as_function(function) for function in older]
+
+
+def _asked_and_answered(row: dict[str, Any], place: str) -> list[Message]:
+    """The conversation of a record that has a prompt and a response."""
     prompt = _text(row, _only(row, PROMPT_FIELDS, place), place)
     try:
         response = _text(row, _only(row, RESPONSE_FIELDS, place), place)
@@ -216,6 +235,8 @@ def _conversation(messages: Any, place: str) -> list[Message]:
         for i, message in enumerate(messages)
         if not _is_empty_system(message)
     ]
+    if any(_holds(message, CALL) for message in messages):  # what is returned is of that form too
+        said = [m | {"role": "tool"} if m["role"] == "function" else m for m in said]
     responses = [i for i, message in enumerate(said) if message["role"] == "assistant"]
     if not responses or responses[0] == 0:
         roles = [message["role"] for message in said]
@@ -227,14 +248,41 @@ def _conversation(messages: Any, place: str) -> list[Message]:
 def _message(message: dict[str, Any], place: str) -> Message:
     """One message; one that calls functions need not say anything, nor what a function returns."""
     extras = {name: _extra(message, name, place) for name in EXTRAS if _holds(message, name)}
+    if call := _older_call(message, extras.get("tool_calls"), place):
+        extras["tool_calls"] = [call]
     extras = {name: value for name, value in extras.items() if value}
     role, is_silent = _text(message, "role", place), _is_blank(message.get("content"))
-    may_be_silent = role == "tool" or extras.get("tool_calls")
+    may_be_silent = role in ("tool", "function") or extras.get("tool_calls")
     try:
         text = "" if may_be_silent and is_silent else _text(message, "content", place)
     except InputError as error:
         raise (Unanswered(*error.faults) if is_silent and role == "assistant" else error) from None
     return {"role": role, "content": text} | extras
+
+
+def _older_call(message: dict[str, Any], calls: Any, place: str) -> dict[str, Any] | None:
+    """The call that a message's ``function_call`` is, in the newer form; None without one."""
+    value = message[CALL] if _holds(message, CALL) else None
+    if not value:
+        return None
+    if calls:
+        remedy = "stands beside tool_calls, the newer name of the same; keep one of them"
+        raise InputError(Fault(f"{place}, {CALL}", _start(value), remedy))
+    try:
+        found = _objects({CALL: f"[{value}]" if isinstance(value, str) else [value]}, CALL, place)
+    except InputError:
+        found = []
+    if found == [{}]:  # a Parquet file has all keys in every object
+        return None
+    if len(found) != 1 or not isinstance(found[0].get("name"), str):
+        remedy = "must be an object with name and arguments, or JSON of one; mend or remove it"
+        raise InputError(Fault(f"{place}, {CALL}", _start(value), remedy))
+    return _as_function(found[0])
+
+
+def _as_function(value: dict[str, Any]) -> dict[str, Any]:
+    """A function or a call of OpenAI's older form in the newer."""
+    return {"type": "function", "function": value}
 
 
 def _is_empty_system(message: dict[str, Any]) -> bool:

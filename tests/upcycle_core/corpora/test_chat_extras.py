@@ -199,6 +199,66 @@ def test_lists_may_be_json(tmp_path):
             messages_of({**record, "tools": wrong}, "here")
 
 
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_a_prompt_and_its_response_may_have_tools_beside_them(tmp_path, tools):
+    record = {"prompt": "hi", "response": "so", "system": "Be kind.", "tools": tools}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(record))
+    (found,) = read_conversations([tmp_path / "chats.jsonl"])
+    system = {"role": "system", "content": "Be kind.", "tools": TOOLS}
+    assert found.messages == [system, *messages_of(asked_and(content="so"), "here")]
+    with pytest.raises(InputError, match=r"here, tools = 'a hammer': must be a list of objects"):
+        messages_of(record | {"tools": "a hammer"}, "here")
+
+
+OLDER = {"name": "add", "arguments": '{"a": 2}'}
+"""A call as OpenAI wrote it before there were tools."""
+
+
+@pytest.mark.parametrize("call", [OLDER, json.dumps(OLDER)])
+def test_openai_s_older_form_is_brought_to_the_newer(tokenizer, tmp_path, call):
+    no_call = {"name": None, "arguments": None}  # as a Parquet file has it
+    messages = [
+        {"role": "user", "content": "hi", "function_call": no_call},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]
+    found = messages_of({"messages": messages, "functions": TOOLS}, "here")
+    newer = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": OLDER}]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
+    assert found == messages_of({"messages": newer, "tools": tools}, "here")
+    tokenizer.chat_template = THINKS.replace("attribute='name'", "attribute='function.name'")
+    assert '<tool_call>{"name": "add", "arguments": {"a": 2}}' in tokenizer.decode(
+        ChatTemplate(tokenizer).ids(Conversation(found, "here"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"function_call": "auto"}, r"messages\[1\], function_call = 'auto': must be an object"),
+        ({"function_call": {"a": 2}}, r"function_call = .*: must be an object with name"),
+        ({"function_call": OLDER, "tool_calls": [CALL]}, r"function_call = .* beside tool_calls"),
+    ],
+)
+def test_an_older_call_that_is_none_or_stands_beside_newer_ones_is_refused(more, says):
+    with pytest.raises(InputError, match=says):
+        messages_of(asked_and(content="so", **more), "here")
+
+
+def test_functions_beside_tools_are_refused_and_a_role_alone_stays():
+    record = {"functions": TOOLS, "tools": TOOLS, **asked_and(content="so")}
+    with pytest.raises(InputError, match=r"here, functions = .*stands beside tools"):
+        messages_of(record, "here")
+    given = [{"role": "function", "content": "3"}, *asked_and(content="so")["messages"]]
+    assert messages_of({"messages": given}, "here") == given  # with no call of the older form
+
+
 WRITES = {
     "as JSON": "(call.function.arguments | tojson)",
     "text": "call.function.arguments",  # DeepSeek's; an object cannot be joined to text
