@@ -37,6 +37,10 @@ CHAT_PARTS = ("messages", "instructions", "input")
 """What makes a chat: messages; in ``/v1/responses`` instructions and what is said to them."""
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """How many new tokens a request asks for at most, by path."""
+GENERATION = "generation_config"
+"""JSON text beside OpenAI's fields, which transformers generates by."""
+MOST_AT_ONCE = {"num_beams": 16, "num_return_sequences": 16}
+"""Of ``generation_config``: each multiplies the work and the memory of a request."""
 PASSED = (b"content-type", b"x-request-id", b"retry-after")
 
 
@@ -291,6 +295,13 @@ async def unfit(path: str, content: dict[str, Any], engine: Engine) -> str | Non
     """
     if path in CHATS and not (engine.launch.chats or "chat_template" in content):
         return "the model has no chat template; send a prompt to /v1/completions"
+    try:
+        generation = _generation(content)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"{GENERATION} must be JSON text of an object ({error}); mend it or leave it out"
+    for name, most in MOST_AT_ONCE.items():
+        if generation.get(name) is not None and not _is_within(generation[name], most):
+            return f"{GENERATION}: {name} = {generation[name]!r}; ask for {most} at most"
     room = engine.launch.context
     for text in _prompts(content):
         if room is None or _most_tokens(text) <= room:
@@ -302,18 +313,49 @@ async def unfit(path: str, content: dict[str, Any], engine: Engine) -> str | Non
     return None
 
 
-async def within_context(content: dict[str, Any], engine: Engine) -> dict[str, int]:
+async def within_context(content: dict[str, Any], engine: Engine) -> dict[str, Any]:
     """Limits of new tokens that go beyond the model's context, cut to what the prompt leaves of it.
 
     transformers would go on where the model has learned nothing, and answer nobody else meanwhile.
     """
     room, texts = engine.launch.context, _prompts(content)
-    asked = {name: _whole(content[name]) for name in LIMITS if name in content}
-    if room is None or max(asked.values(), default=0) + max(map(_most_tokens, texts)) <= room:
+    if room is None or not _cut(content, room, room - max(map(_most_tokens, texts))):
         return {}
     counts = [await asyncio.to_thread(engine.count_tokens, text) for text in texts]
-    left = max(1, room - max(counts))
-    return {name: left for name, limit in asked.items() if limit > left}
+    return _cut(content, room, max(1, room - max(counts)))
+
+
+def _cut(content: dict[str, Any], room: int, left: int) -> dict[str, Any]:
+    """Fields whose limits go beyond what a prompt leaves of the room, with limits that do not."""
+    cut: dict[str, Any] = {
+        name: left for name in LIMITS if name in content and _whole(content[name]) > left
+    }
+    generation = _generation(content)
+    limits = {"max_new_tokens": left, "max_length": room}  # the latter counts the prompt too
+    inner = {
+        name: limit
+        for name, limit in limits.items()
+        if generation.get(name) is not None and not _is_within(generation[name], limit)
+    }
+    return cut | ({GENERATION: json.dumps(generation | inner)} if inner else {})
+
+
+def _generation(content: dict[str, Any]) -> dict[str, Any]:
+    """What a request says in ``generation_config``; empty without one.
+
+    Raises:
+        TypeError, ValueError, RecursionError: It is no JSON text of an object.
+    """
+    text = content.get(GENERATION)
+    found = {} if text is None else json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("it holds something else")
+    return found
+
+
+def _is_within(value: Any, most: int) -> bool:
+    """Whether it is a number of at most ``most``; NaN is within nothing."""
+    return isinstance(value, int | float) and value <= most
 
 
 def _whole(limit: Any) -> int:

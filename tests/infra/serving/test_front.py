@@ -43,7 +43,8 @@ def ask(tmp_path):
             app = application(SimpleNamespace(lease=lease, served=0), Naming("moe", "", "", PATHS))
             asked = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=asked, base_url="http://localhost") as front:
-                return await front.post(path, json=content, headers=headers), heard[-1]
+                reply = await front.post(path, json=content, headers=headers)
+                return reply, heard[-1] if heard else None
 
         return asyncio.run(run())
 
@@ -66,6 +67,41 @@ def test_no_more_tokens_are_asked_for_than_the_context_leaves(ask, path, prompt,
     reply, heard = ask(path, prompt | {name: limit})
     assert reply.status_code == 200, reply.text
     assert json.loads(heard.content) == prompt | {name: sent, "model": "moe-1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ('{"max_new_tokens": 1000000000, "top_k": 5}', {"max_new_tokens": 13, "top_k": 5}),
+        ('{"max_new_tokens": Infinity}', {"max_new_tokens": 13}),
+        ('{"max_new_tokens": NaN}', {"max_new_tokens": 13}),
+        ('{"max_new_tokens": "99"}', {"max_new_tokens": 13}),
+        ('{"max_length": 1000000000, "num_beams": 4}', {"max_length": CONTEXT, "num_beams": 4}),
+        ('{"max_new_tokens": 13, "max_length": null}', None),
+    ],
+)
+def test_what_transformers_generates_by_has_the_same_limits(ask, given, sent):
+    reply, heard = ask(PATHS[0], {"prompt": "word word word", "generation_config": given})
+    assert reply.status_code == 200, reply.text
+    said = json.loads(heard.content)["generation_config"]
+    assert said == given if sent is None else json.loads(said) == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_new_tokens": 5}, "must be JSON text of an object"),
+        ("[5]", "must be JSON text of an object"),
+        ("{", "must be JSON text of an object"),
+        ('{"num_beams": 1000}', "num_beams = 1000; ask for 16 at most"),
+        ('{"num_return_sequences": NaN}', "num_return_sequences = nan; ask for 16 at most"),
+    ],
+)
+def test_what_nobody_can_generate_by_is_refused_before_the_engine_hears(ask, given, says):
+    reply, heard = ask(PATHS[0], {"prompt": "word", "generation_config": given})
+    assert (reply.status_code, heard) == (400, None)
+    assert "generation_config" in reply.text
+    assert says in reply.json()["error"]["message"]
 
 
 def test_a_prompt_that_fills_the_context_is_answered_by_a_token(ask):
