@@ -1,13 +1,13 @@
-"""What is on the disk when a function returns, whatever befalls the machine then."""
+"""Small files that are replaced whole, and on the disk before anything else relies on them."""
 
-import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from upcycle_core.durable import sync
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -53,21 +53,3 @@ def sync_tree(path: Path) -> None:
     """Bring a file to the disk, or a folder with everything below it."""
     for entry in (path, *path.rglob("*")):
         sync(entry)
-
-
-NO_SYNC = {errno.EACCES, errno.EBADF, errno.EINVAL}
-"""What is said of a folder that this user may enter and not list, and by network file systems that
-know no such call of folders."""
-
-
-def sync(path: Path) -> None:
-    """Bring a file's content, or the names in a folder where that can be asked, to the disk."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        if error.errno not in NO_SYNC or not path.is_dir():
-            raise

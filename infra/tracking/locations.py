@@ -14,10 +14,11 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from infra.cluster.calls import near
-from infra.durable import sync, sync_tree, write_atomically
+from infra.durable import sync_tree, write_atomically
 from infra.settings import Settings
 from infra.tracking.private import SCHEME, create_database, keep_files_in
 from upcycle_core.checkpoints.copy import TEMPLATES, place_files
+from upcycle_core.durable import sync
 
 
 def address(name: str) -> str:

@@ -23,7 +23,7 @@ from mlflow.utils.uri import validate_path_is_safe
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
-from infra.durable import sync
+from upcycle_core.durable import sync
 
 LOCATIONS = (
     ("experiments", "artifact_location"),

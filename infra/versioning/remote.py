@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from infra.durable import sync
 from infra.versioning.cache import OBJECTS, run_dvc
+from upcycle_core.durable import sync
 
 LEFT_SECONDS = 24 * 3600
 OBJECT = re.compile(r"[0-9a-f]{30}(\.dir)?")

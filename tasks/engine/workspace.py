@@ -15,10 +15,11 @@ from typing import Any
 
 from infra.cluster.calls import near
 from infra.cluster.pieces import remove
-from infra.durable import sync, sync_tree, write_atomically
+from infra.durable import sync_tree, write_atomically
 from infra.permissions import permission_faults
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.checkpoints.known import FILE, KnownFiles
+from upcycle_core.durable import sync
 from upcycle_core.errors import FULL, Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"

@@ -76,6 +76,6 @@ def test_a_folder_that_may_be_entered_and_not_listed_is_written_in(tmp_path, mon
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return opened(path, flags)
 
-    monkeypatch.setattr(durable.os, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     write_atomically(tmp_path / "state.json", "new")
     assert (tmp_path / "state.json").read_text() == "new"

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import torch
 
 from upcycle_core.checkpoints.reader import FLOAT_DTYPES, INDEX_FILE, INTEGER_DTYPES, SINGLE_FILE
+from upcycle_core.durable import sync
 
 DTYPE_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | INTEGER_DTYPES).items()}
 # The safetensors format aligns the first tensor by padding the header with spaces.
@@ -103,17 +104,12 @@ def write_text(path: Path, text: str) -> None:
 
 def sync_file(path: Path) -> None:
     """Bring a file that is already written to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names of the files in ``directory`` to the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Bring the names of the files in ``directory`` to the disk, where that can be asked."""
+    sync(directory)
 
 
 def _plan(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:

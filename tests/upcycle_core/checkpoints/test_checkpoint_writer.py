@@ -1,6 +1,7 @@
 import json
 import os
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from safetensors.torch import load_file
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.place import new_directory, place_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.checkpoints.writer import TensorSpec, write_sharded
+from upcycle_core.checkpoints.writer import (
+    TensorSpec,
+    sync_directory,
+    sync_file,
+    write_sharded,
+)
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -175,3 +181,10 @@ def test_a_name_may_come_once_only(tmp_path):
     specs = [TensorSpec("a", (2,), torch.float32)] * 2
     with pytest.raises(ValueError, match="twice"):
         write_sharded(tmp_path, specs, lambda _: torch.zeros(2), max_shard_bytes=100)
+
+
+def test_a_folder_of_a_file_system_that_syncs_none_is_written_in():
+    proc = Path("/proc")  # it has no such call, as some network file systems
+    sync_directory(proc)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync_file(proc / "self" / "stat")
