@@ -17,7 +17,7 @@ from tasks.planning.parts import Subjects, in_type
 from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError
-from upcycle_core.given.adapter import Adapter, is_adapter
+from upcycle_core.given.adapter import ADAPTER_CONFIG, Adapter, adapter_settings, is_adapter
 from upcycle_core.given.resolve import GGUF, gguf_path
 from upcycle_core.planning.shape import Shape
 
@@ -107,17 +107,31 @@ def _union(recipe: Recipe, shape: Shape) -> int:
     return shape.vocabulary + sum(max(0, size - BYTES) for size in own)
 
 
-def _given(recipe: Recipe, reference: str, cache: Path) -> Shape:
+def _given(recipe: Recipe, reference: str, cache: Path, *, is_base: bool = False) -> Shape:
     if _is_converted(reference):
         return _of_header(recipe, reference, cache)
     try:
         return Shape.of(_with_config(reference, cache))
     except NOT_TO_BE_HAD as error:
+        base = None if is_base else _base_on_hub(recipe, reference, cache)
+        if base is not None:
+            return _given(recipe, base, cache, is_base=True)
         remedy = "its config.json is neither on this disk nor to be had from the hub "
         remedy += (
             f"({type(error).__name__}); name a folder that holds a config.json, weights or not"
         )
         raise InputError(Fault("model", reference, remedy)) from error
+
+
+def _base_on_hub(recipe: Recipe, reference: str, cache: Path) -> str | None:
+    """What an adapter of the hub is merged into, by its settings; None of what is none there."""
+    try:
+        file = Path(hf_hub_download(reference, ADAPTER_CONFIG, cache_dir=cache))
+    except NOT_TO_BE_HAD:
+        return None
+    seed = recipe.seed_model.model
+    own: str | None = adapter_settings(file.parent).get("base_model_name_or_path") or None
+    return own if seed in (None, reference) else seed
 
 
 def _of_header(recipe: Recipe, reference: str, cache: Path) -> Shape:

@@ -94,7 +94,7 @@ class Adapter:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.config = _settings(directory)
+        self.config = adapter_settings(directory)
         raise_faults(_setting_faults(self.config, directory))
         self.base_name: str | None = self.config.get("base_model_name_or_path") or None
         revision = self.config.get("revision")
@@ -329,7 +329,12 @@ def _base_faults(
         yield Fault("adapter", str(adapter.directory), remedy)
 
 
-def _settings(directory: Path) -> dict[str, Any]:
+def adapter_settings(directory: Path) -> dict[str, Any]:
+    """What ``adapter_config.json`` holds.
+
+    Raises:
+        InputError: It cannot be read, or holds something else.
+    """
     path = directory / ADAPTER_CONFIG
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))

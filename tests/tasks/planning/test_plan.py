@@ -329,6 +329,29 @@ def test_adapters_and_gguf_files_beside_a_seed_are_planned_without_being_made(
     assert rows(made(tmp_path, llama, **sections))["experts"].kept == 3 * 2 * WHOLE
 
 
+def test_an_adapter_of_the_hub_is_planned_from_the_base_that_it_names(tmp_path, llama, monkeypatch):
+    """Of its repository a small file is fetched; a base that is an adapter too is said."""
+    names = {"our-org/lora": str(llama), "our-org/loop": "our-org/loop"}
+
+    def fetch(repository, name, *, cache_dir):
+        if name != "adapter_config.json" or repository not in names:
+            raise RemoteEntryNotFoundError("404", response=httpx.Response(404, request=REQUEST))
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        (cache_dir / name).write_text(json.dumps({"base_model_name_or_path": names[repository]}))
+        return str(cache_dir / name)
+
+    monkeypatch.setattr("tasks.planning.subjects.hf_hub_download", fetch)
+
+    def planned(expert):
+        own = {d: {"train": {"files": ["text.txt"]}, "expert": expert} for d in DOMAINS}
+        return rows(made(tmp_path, llama, domains=own, seed_model={}))["experts"].kept
+
+    assert planned("our-org/lora") == planned(str(llama))
+    for reference in ("our-org/loop", "our-org/absent"):
+        with pytest.raises(InputError, match=f"model = '{reference}': its config.json is neither"):
+            planned(reference)
+
+
 @pytest.mark.parametrize("matrices", ["Q8_0", "F16"])
 def test_the_first_model_may_be_a_gguf_file_and_another_its_adapter(
     tmp_path, monkeypatch, matrices
