@@ -60,8 +60,10 @@ def restore(
     Args:
         name: The registered model.
         version: Its number, or an alias.
-        into: The home to restore into; the one at work by default.
-        remote: The DVC remote; the recipe's by default.
+        into: The home to restore into; the one at work by default. A relative path is seen from
+            where the flow runs, which of a deployed one is the checkout.
+        remote: The DVC remote; the recipe's by default. A relative path is seen from the home at
+            work, as in a recipe.
 
     Returns:
         The workspace.
@@ -80,7 +82,7 @@ def restore(
         # The limit is that of nights: what a restore has brought by then would be lost.
         unlimited = replace(recipe, compute=replace(recipe.compute, limit_hours=None))
         session = Session(unlimited, workspace, log=log)
-        _bring(session, versions, settings, found, remote_of(source, settings.home))
+        _bring(session, versions, settings, found, source)
         artifacts = _check(recipe, workspace, found)
     said = f"`{found.reference}` is restored in {workspace.root}: {artifacts} artifacts, all as "
     said += "they were published."
@@ -153,7 +155,7 @@ def _bring(
 def look(
     settings: Settings, name: str, version: str, into: str | None, remote: str | None
 ) -> tuple[Version, Recipe, Workspace, str]:
-    """What is restored, by which recipe, where, and from where.
+    """What is restored, by which recipe, where, and from where: a URL, or a full path.
 
     Raises:
         InputError: There is no such version, or no place or no remote for it.
@@ -166,7 +168,7 @@ def look(
     source = remote or recipe.versions.remote
     raise_faults(_faults(workspace, source))
     assert source is not None
-    return found, recipe, workspace, source
+    return found, recipe, workspace, remote_of(source, settings.home)
 
 
 def _version(registry: Registry, name: str, version: str) -> Version:

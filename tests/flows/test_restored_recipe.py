@@ -23,6 +23,21 @@ def test_a_version_that_was_made_with_idle_gpus_is_restored(tmp_path):
     assert (compute.experts.gpus, compute.statistics.gpus, compute.evaluation.gpus) == (1, 0.5, 1)
 
 
+def test_a_remote_of_prefect_s_page_is_seen_from_the_home_as_its_form_says(tmp_path, monkeypatch):
+    found = SimpleNamespace(number=1, aliases=["champion"], tags={}, reference="models:/pico/1")
+    files = {"recipe.yaml": yaml.safe_dump(pico_recipe(tmp_path)), "dvc.lock": "stages: {}"}
+    registry = SimpleNamespace(
+        text=lambda version, name: files[name], versions=lambda name: [found]
+    )
+    monkeypatch.setattr(flow, "Registry", lambda settings: registry)
+    home = SimpleNamespace(home=tmp_path / "home")
+    for given, source in {"store": f"{home.home}/store", "s3://bucket/x": "s3://bucket/x"}.items():
+        assert flow.look(home, "pico", "champion", None, given)[-1] == source
+    form = flow.restore.parameters.properties
+    assert "seen from the home" in form["remote"]["description"]
+    assert "of a deployed one is the checkout" in " ".join(form["into"]["description"].split())
+
+
 @pytest.mark.parametrize(
     ("remote", "expected"),
     [("store", "{here}/store"), ("/store", "/store"), ("s3://bucket/store", "s3://bucket/store")],
