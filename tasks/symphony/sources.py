@@ -92,23 +92,43 @@ def _had_form(run: StageRun, name: str, form: Form) -> Form:
     """
     workspace, origin = run.session.workspace, run.recipe.domains[name].origin
     artifact = f"sources/{FORMS}/{name}"
-    made_from = workspace.inputs(f"experts/{name}").get(artifact)
+    made_from = workspace.inputs(f"experts/{name}")
     given = None if origin is None else origin.model
-    if run.recipe.lineage is None or given is None or made_from is None:
+    if run.recipe.lineage is None or given is None:
+        return form
+    config = _config_of(run, given)
+    now = _resolved({**config, **form.config})
+    if name in run.recipe.parents or f"parents/{name}" in made_from:
+        # It goes on from itself: no form of what it began with changes it any more.
+        own = read_json(workspace.path(f"experts/{name}") / "config.json")
+        raise_faults(_head_faults(name, given, _resolved(own) if own else now, now))
+    if artifact not in made_from:
         return form
     folders = workspace.path("sources"), run.out
     files = [read_json(folder / f"{name}.json") or {} for folder in folders]
-    if made_from != workspace.digest(artifact) or files[0].get("origin") != files[1]["origin"]:
+    is_other = files[0].get("origin") != files[1]["origin"]
+    if made_from[artifact] != workspace.digest(artifact) or is_other:
         return form
-    had, config = Form.load(workspace.path(artifact)), _config_of(run, given)
-    was, now = (family_of(config).resolve({**config, **own.config}) for own in (had, form))
+    had = Form.load(workspace.path(artifact))
+    was = _resolved({**config, **had.config})
+    raise_faults(_head_faults(name, given, was, now))
+    is_same = computed(was["rope_parameters"]) == computed(now["rope_parameters"])
+    return had if is_same else form
+
+
+def _head_faults(
+    name: str, given: str, was: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[Fault]:
+    """Where a trained expert has no head of its own, and would need one."""
     if was["tie_word_embeddings"] != now["tie_word_embeddings"]:
         remedy = "is joined already, with its embedding for a head, and another model brings a "
         remedy += "head of its own: leave that out, or make all anew (flows.symphony RECIPE "
         remedy += "--rebuild)"
-        raise InputError(Fault(f"domains.{name}.origin.model", given, remedy))
-    is_same = computed(was["rope_parameters"]) == computed(now["rope_parameters"])
-    return had if is_same else form
+        yield Fault(f"domains.{name}.origin.model", given, remedy)
+
+
+def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
+    return family_of(config).resolve(config)
 
 
 def _config_of(run: StageRun, model: str) -> Mapping[str, Any]:

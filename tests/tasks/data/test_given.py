@@ -241,6 +241,22 @@ def test_a_head_of_its_own_is_refused_beside_trained_models_that_have_none(tmp_p
         comes(flow)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_its_own_is_refused_beside_one_that_was_trained_on_without(tmp_path, tied):
+    """What goes on from itself is made from no form; it was refused when all was trained."""
+    flow = joined(tmp_path, tie_word_embeddings=True)
+    workspace = flow.session.workspace
+    for name in DOMAINS:
+        publish(workspace, f"experts/{name}", **{f"parents/{name}": "a"})
+        save_pico(workspace.path(f"experts/{name}"), tie_word_embeddings=True)
+    if tied:
+        config = comes(flow, tie_word_embeddings=True)["letters"].config
+        assert "tie_word_embeddings" not in config
+        return
+    with pytest.raises(InputError, match=r"domains\.letters\.origin\.model = .*--rebuild"):
+        comes(flow)
+
+
 def test_parts_of_a_checkpoint_are_told_by_their_names():
     for name in (*PATTERNS, "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
         assert belongs(name.replace("*", "x"))
