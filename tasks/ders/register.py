@@ -1,7 +1,10 @@
 """The smallest compressed model that is good enough, registered beside the one it was made of."""
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 
+from infra.tracking.copies import in_place
 from tasks.data.licences import CARD
 from tasks.ders.card import compressed_card
 from tasks.ders.compression import MODEL, REPORT, row_title
@@ -15,10 +18,12 @@ from tasks.release.versions import (
     MODEL_TAG,
     Outcome,
     compressed_name,
+    newest,
     offered,
 )
 from upcycle_core.checkpoints.card import MODEL_CARD
 from upcycle_core.checkpoints.hashing import tree_digest
+from upcycle_core.errors import InputError
 
 
 def register_compressed(registrar: Registrar) -> Outcome | None:
@@ -37,8 +42,9 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
     memory = registrar.session.workspace.known
     files = tree_digest(folder / MODEL, known=memory)
     # The tolerance, and what else is measured, changes the card alone.
-    bare = fingerprint({file: digest for file, digest in files.items() if file != MODEL_CARD})
-    digest, name = fingerprint(files), compressed_name(recipe)
+    weights = {file: digest for file, digest in files.items() if file != MODEL_CARD}
+    bare, digest, name = fingerprint(weights), fingerprint(files), compressed_name(recipe)
+    _tell_older(registrar, name, weights, bare)
     known = offered(registrar.registry, name, {digest, bare}, recipe=recipe.name, compressed=True)
     if known is not None:
         return registrar.certified(known)
@@ -70,3 +76,22 @@ def register_compressed(registrar: Registrar) -> Outcome | None:
         promoted=False,
         description=f"Experts as one base and light deltas (DeRS), {reason}.\n\n{table}",
     )
+
+
+def _tell_older(registrar: Registrar, name: str, weights: Mapping[str, str], bare: str) -> None:
+    """Tag the newest version of an earlier release with ``bare``, if it is of these ``weights``.
+
+    One whose files are on another machine is not looked at, and is registered once more.
+    """
+    registry, recipe = registrar.registry, registrar.session.recipe.name
+    known = newest(registry.versions(name), recipe=recipe, compressed=True)
+    if known is None or BARE_TAG in known.tags:
+        return
+    place, memory = None, registrar.session.workspace.known
+    with suppress(InputError):  # its files are lost
+        place = in_place(known, registry)
+    if place is not None and all(
+        (place / file).is_file() and memory.sha256(place / file) == digest
+        for file, digest in weights.items()
+    ):
+        registry.set_tags(known, {BARE_TAG: bare})
