@@ -115,6 +115,7 @@ def write_forms(
     *,
     of_one_seed: bool = True,
     rope_of: str | None = None,
+    own_heads: bool = False,
     settled: Callable[[str, Form], Form] = lambda name, form: form,
 ) -> None:
     """Write what each given model is made into, and say what that changes and leaves out.
@@ -123,6 +124,7 @@ def write_forms(
         run: Of the stage; ``form/DOMAIN`` and ``form/seed`` are written.
         of_one_seed: Whether the models share a vocabulary.
         rope_of: Domain whose rope all get.
+        own_heads: Whether all get a head of their own.
         settled: The form of a domain's model in the place of one that all could have.
     """
     recipe = run.recipe
@@ -138,7 +140,7 @@ def write_forms(
         stands_on = weights_type(CheckpointReader(backbone, field="backbone"))
         dtype = next(name for name in CHOICES if DTYPES[name] == stands_on)
     strange = {n: _strange(far, next(iter(given))) for n, far in apart(given).items()}
-    forms = common_forms(given, tokens, dtype=dtype, rope_of=rope_of)
+    forms = common_forms(given, tokens, dtype=dtype, rope_of=rope_of, own_heads=own_heads)
     others = _other_manners(given, _ruling(forms, given, speaker(recipe))) if of_one_seed else {}
     for name, common in forms.items():
         form = settled(name, common)

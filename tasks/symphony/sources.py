@@ -60,7 +60,13 @@ def sources(run: StageRun) -> None:
     write_sources(run)
     own = section(recipe)
     anchor = anchor_of(recipe, own) if own.rope == "anchor" else None
-    write_forms(run, of_one_seed=False, rope_of=anchor, settled=partial(_had_form, run))
+    write_forms(
+        run,
+        of_one_seed=False,
+        rope_of=anchor,
+        own_heads=recipe.lineage is not None and _has_heads(run),
+        settled=partial(_had_form, run),
+    )
     if recipe.lineage is not None:
         _say_short(run)
     known = known_texts(recipe, run.models)
@@ -79,6 +85,19 @@ def _say_short(run: StageRun) -> None:
     }
     for fault in position_faults(replace(recipe, lineage=None), lengths(recipe), readers):
         run.session.log(f"WARNING: {fault}, or leave it, as the others were made with it")
+
+
+def _has_heads(run: StageRun) -> bool:
+    """Whether a trained expert that stays has a head of its own, whoever brought the first one."""
+    begun = (n for n, d in run.recipe.domains.items() if d.origin is not None and d.origin.model)
+    configs = [_trained(run, name) for name in begun]
+    return any(own and not _resolved(own)["tie_word_embeddings"] for own in configs)
+
+
+def _trained(run: StageRun, name: str) -> Mapping[str, Any] | None:
+    """The configuration of a domain's trained expert; None without one."""
+    found = read_json(run.session.workspace.path(f"experts/{name}") / "config.json")
+    return found if isinstance(found, dict) else None
 
 
 def _had_form(run: StageRun, name: str, form: Form) -> Form:
@@ -100,7 +119,7 @@ def _had_form(run: StageRun, name: str, form: Form) -> Form:
     now = _resolved({**config, **form.config})
     if name in run.recipe.parents or f"parents/{name}" in made_from:
         # It goes on from itself: no form of what it began with changes it any more.
-        own = read_json(workspace.path(f"experts/{name}") / "config.json")
+        own = _trained(run, name)
         raise_faults(_head_faults(name, given, _resolved(own) if own else now, now))
     if artifact not in made_from:
         return form

@@ -79,20 +79,21 @@ def common_forms(
     *,
     dtype: DtypeChoice = "auto",
     rope_of: str | None = None,
+    own_heads: bool = False,
 ) -> dict[str, Form]:
     """The form that each of several models is brought into; ``compare`` found no fault in them.
 
     The type of weights is the narrowest that holds all of theirs, or what is asked for. The length
     is the shortest. Where one head is not tied, none is. Where tokenizers are given, all get the
     one that has every token, with its template and its special tokens: the row of a token that a
-    model does not know is the mean over the models that do, and a row without a token the mean over
-    the models that have it.
+    model does not know, or without a token, is the mean over the models that know or have it.
 
     Args:
         readers: Checkpoints by name.
         tokens: Their tokenizers' ids, for models of one vocabulary; empty for strangers.
         dtype: Type of the weights.
         rope_of: Name of the model whose rope all get; by default they agree already.
+        own_heads: Whether all get a head of their own, though none may have one.
     """
     if not readers:
         return {}
@@ -101,7 +102,7 @@ def common_forms(
     every = [kind for own in types.values() for kind in own]
     common = reduce(torch.promote_types, every) if dtype == "auto" else DTYPES[dtype]
     length = min(config["max_position_embeddings"] for config in full.values())
-    tied = all(config["tie_word_embeddings"] for config in full.values())
+    tied = not own_heads and all(config["tie_word_embeddings"] for config in full.values())
     size = max(config["vocab_size"] for config in full.values()) if tokens else None
     holder = holder_of(tokens) if tokens else None
     forms = {}
@@ -122,9 +123,8 @@ def common_forms(
         tokenizer = None
         if holder is not None and size is not None:
             ids = _missing(tokens, name, full[name]["vocab_size"], size)
-            heads = [EMBEDDING] if tied else [EMBEDDING, LM_HEAD]
-            if ids:
-                rows = {head: _mean_rows(readers, tokens, head, ids) for head in heads}
+            heads = [EMBEDDING, *[LM_HEAD] * (not tied)] if ids else []
+            rows = {head: _mean_rows(readers, tokens, head, ids) for head in heads}
             if tokens[name].ids != tokens[holder].ids:
                 tokenizer = readers[holder].directory
                 new = len(tokens[holder].ids) - len(tokens[name].ids)

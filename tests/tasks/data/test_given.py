@@ -186,7 +186,7 @@ def joined(folder, **overrides):
     return flow
 
 
-def comes(flow, **overrides):
+def comes(flow, *, anew=False, **overrides):
     """A third stranger joins the two, with a lineage; what its form and theirs are."""
     third = save_pico(flow.folder / "begins", seed=5, **overrides)
     text = flow.folder / "colours.txt"
@@ -195,7 +195,8 @@ def comes(flow, **overrides):
         "train": {"files": [str(text)]},
         "origin": {"model": str(third)},
     }
-    flow.session.recipe = replace(validate(flow.values), lineage=Lineage(anchor="letters"))
+    lineage = None if anew else Lineage(anchor="letters")
+    flow.session.recipe = replace(validate(flow.values), lineage=lineage)
     strange.sources.ensure(flow.session)
     folder = flow.session.workspace.path("sources") / FORMS
     return {n: Form.load(folder / n) for n in ("colours", *DOMAINS)}
@@ -255,6 +256,21 @@ def test_a_head_of_its_own_is_refused_beside_one_that_was_trained_on_without(tmp
         return
     with pytest.raises(InputError, match=r"domains\.letters\.origin\.model = .*--rebuild"):
         comes(flow)
+
+
+def test_models_keep_the_heads_that_one_brought_which_has_left(tmp_path):
+    """Its leaving was refused, and a model that comes then needs a head beside theirs."""
+    flow = joined(tmp_path, tie_word_embeddings=True)
+    comes(flow, anew=True)
+    workspace = flow.session.workspace
+    for name in DOMAINS:
+        form = f"sources/{FORMS}/{name}"
+        publish(workspace, f"experts/{name}", **{form: workspace.digest(form)})
+        save_pico(workspace.path(f"experts/{name}"), tie_word_embeddings=False)
+    before = [workspace.digest(f"sources/{FORMS}/{name}") for name in DOMAINS]
+    found = comes(flow, tie_word_embeddings=True)  # another in its place, without one
+    assert [workspace.digest(f"sources/{FORMS}/{name}") for name in DOMAINS] == before
+    assert found["colours"].config["tie_word_embeddings"] is False
 
 
 def test_parts_of_a_checkpoint_are_told_by_their_names():
