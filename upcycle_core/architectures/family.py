@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from upcycle_core.architectures.judged import decides, is_neutral
-from upcycle_core.architectures.resolve import resolve_config
+from upcycle_core.architectures.resolve import FIRST_LENGTH, resolve_config
 from upcycle_core.errors import Fault, raise_faults
 
 LM_HEAD = "lm_head.weight"
@@ -194,6 +194,10 @@ class Family:
         ):
             remedy = "has sliding layers, and no sliding window is switched on; mend config.json"
             faults.append(Fault(f"{field}.config.layer_types", full["layer_types"], remedy))
+        if self.windows == "model" and full.get("layer_types") and is_neutral("layer_types", full):
+            remedy = f"makes transformers read this {self.model_type} as a Ministral; remove it "
+            remedy += "(without a window sliding_window is null)"
+            faults.append(Fault(f"{field}.config.layer_types", full["layer_types"], remedy))
         if self.windows == "all-or-none" and len(set(full["layer_types"])) > 1:
             remedy = f"{self.target.architecture} has one sliding window for all layers, or none"
             faults.append(Fault(f"{field}.config.layer_types", full["layer_types"], remedy))
@@ -205,7 +209,7 @@ class Family:
         They change nothing in what transformers computes, so nothing that it computes is lost
         where they are left out.
         """
-        names = set(config) - self._judged() - {"torch_dtype", "rope_theta", "rope_scaling"}
+        names = set(config) - self._judged() - _STANDARDISED
         return sorted(
             name
             for name in names
@@ -274,6 +278,7 @@ class Family:
         }
 
 
+_STANDARDISED = {"torch_dtype", "rope_theta", "rope_scaling", FIRST_LENGTH}
 _LAYERED_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 WINDOW_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "none": (),

@@ -21,6 +21,8 @@ SIZES = (
 # Types of rope whose frequencies depend on the length that the model was first trained on.
 _LENGTH_AWARE_ROPE = ("llama3", "yarn", "longrope")
 _ROPE_THETA = 10_000.0
+FIRST_LENGTH = "original_max_position_embeddings"
+"""Of a rope: that length; some say it beside the rope."""
 
 VOCABULARY = ("vocab_size", "tie_word_embeddings")
 
@@ -84,10 +86,15 @@ def _rope(full: dict) -> dict:
         return rope  # one a layer type: no target holds that, and the family says so
     rope.setdefault("rope_theta", theta)
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") == 1:  # all of each head, as where nothing is said
-        del rope["partial_rotary_factor"]
+    if "partial_rotary_factor" in rope:  # which the family judges; 1 is all of each head
+        full["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    first_length = full.pop(FIRST_LENGTH, None)
     if rope["rope_type"] in _LENGTH_AWARE_ROPE:
-        rope.setdefault("original_max_position_embeddings", full["max_position_embeddings"])
+        if (
+            first_length is not None
+        ):  # beside the rope, where Phi-3 has it, it counts before its own
+            rope[FIRST_LENGTH] = first_length
+        rope.setdefault(FIRST_LENGTH, full["max_position_embeddings"])
     return rope
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, rope_fields
+from upcycle_core.architectures.resolve import FIRST_LENGTH
 from upcycle_core.backbone.write import Plan, write_model
 from upcycle_core.checkpoints.copy import copy_checkpoint
 from upcycle_core.checkpoints.given_as import given_as, write_given_as
@@ -161,7 +162,8 @@ def write_in_form(
     reader = CheckpointReader(source)
     config = {**reader.config, **form.config}
     if "rope_parameters" in form.config:  # explicit now; older fields stand beside it
-        config.pop("partial_rotary_factor", None)
+        for name in ("partial_rotary_factor", FIRST_LENGTH):
+            config.pop(name, None)
     shapes = family_of(config).tensors(config)
     untied = LM_HEAD in shapes and LM_HEAD not in reader.tensors
 

@@ -141,6 +141,27 @@ def test_a_rope_of_whole_heads_is_the_plain_one():
     assert rope == FAMILIES["llama"].resolve(config)["rope_parameters"]
 
 
+@pytest.mark.parametrize("first", [32, None])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN,
+        YARN | {"original_max_position_embeddings": 16},
+        LLAMA3_ROPE,
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+)
+def test_a_first_length_beside_the_rope_counts_as_in_the_stock_model(rope, first):
+    config = dense("llama") | {"rope_parameters": rope, "max_position_embeddings": 128}
+    config |= {} if first is None else {"original_max_position_embeddings": first}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"].from_dict(deepcopy(config)))
+    family = FAMILIES["llama"]
+    assert family.resolve(config)["rope_parameters"] == model.config.rope_parameters
+    assert family.config_faults(config, "x") == []
+    assert family.unread(config) == ["_name_or_path"]
+
+
 def test_key_value_heads_default_to_the_heads():
     config = {"model_type": "llama", **dict.fromkeys(SIZES, 8)}
     del config["num_key_value_heads"]

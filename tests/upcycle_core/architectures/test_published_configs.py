@@ -156,6 +156,19 @@ def test_sliding_layers_without_a_window_are_a_fault():
     assert fault.field == "x.config.layer_types"
 
 
+def test_full_layers_of_a_mistral_are_a_fault_that_says_what_to_do():
+    """transformers reads one that has them as a Ministral, which has no window in such layers."""
+    config = config_of("mistralai/Mistral-7B-v0.1") | {"layer_types": ["full_attention"] * 2}
+    (fault,) = family_of(config).config_faults(config, "x")
+    assert fault.field == "x.config.layer_types"
+    assert "remove it" in fault.remedy
+
+
+def test_a_rope_of_parts_of_heads_is_refused_wherever_it_is_said():
+    rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    assert said("rope_scaling", rope) == ["experts.law.config.partial_rotary_factor"]
+
+
 def test_the_page_of_models_is_what_the_table_says():
     assert PAGE.read_text() == page()
 

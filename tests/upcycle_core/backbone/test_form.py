@@ -245,6 +245,19 @@ def test_strangers_untie_and_take_the_anchors_rope(tmp_path):
     assert any("rope_parameters" in line for line in forms["code"].said)
 
 
+def test_the_anchors_rope_is_not_undone_by_a_first_length_beside_it(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    law = save_pico(tmp_path / "law", rope_parameters=rope)
+    code = save_pico(tmp_path / "code", seed=1)
+    config = json.loads((code / "config.json").read_text())
+    (code / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 16}))
+    readers = {"law": CheckpointReader(law), "code": CheckpointReader(code)}
+    form = common_forms(readers, {}, rope_of="law")["code"]
+    write_in_form(code, form, tmp_path / "out", max_shard_bytes=10**9)
+    rotary = [load_causal_lm(path).model.rotary_emb.inv_freq for path in (law, tmp_path / "out")]
+    assert torch.equal(*rotary)
+
+
 def test_a_rope_that_took_its_first_length_from_the_config_keeps_it(tmp_path):
     """yarn: original_max_position_embeddings is the config's length where nothing is said."""
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
