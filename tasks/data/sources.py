@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from infra.recipe.checks import responses_asked
 from infra.recipe.schema import Recipe
@@ -30,7 +31,7 @@ from upcycle_core.backbone.form import DtypeChoice, Form, common_forms, holder_o
 from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.load import DTYPES
-from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.reader import CheckpointReader, read_config
 from upcycle_core.checkpoints.tokenizer import (
     TokenIds,
     check_tokenizer,
@@ -220,7 +221,25 @@ def _mark_faults(recipe: Recipe, name: str | None, cache: Path) -> Iterator[Faul
     tokenizer = load_tokenizer(given_model(recipe, given_models(recipe)[name], cache))
     field = "seed_model.model" if name == SEED else f"domains.{name}.expert"
     yield from end_faults(tokenizer, field=field)
+    if recipe.trains_experts or recipe.baselines:  # on texts that it stands between
+        yield from _beyond([tokenizer.eos_token_id or 0], tokenizer, _rows(recipe, cache), field)
     yield from bos_faults(tokenizer, recipe.corpus.bos, name=f"the tokenizer of {field}")
+
+
+def _rows(recipe: Recipe, cache: Path) -> int | None:
+    """Rows that the embeddings of given models get; None where no config.json says."""
+    models = dict.fromkeys(given_models(recipe).values())
+    configs = [read_config(given_model(recipe, model, cache), model)[0] for model in models]
+    return max((c["vocab_size"] for c in configs if "vocab_size" in c), default=None)
+
+
+def _beyond(ids: Sequence[int], tokenizer: Any, rows: int | None, field: str) -> Iterator[Fault]:
+    """A token among ``ids`` that no model has a row for."""
+    if rows is not None and (last := max(ids, default=0)) >= rows:
+        token = tokenizer.convert_ids_to_tokens(last)
+        remedy = f"its settings name {token!r}, id {last}, which tokenizer.json has not and the "
+        remedy += f"embedding's {rows} rows neither; name a token that the model knows"
+        yield Fault(field, tokenizer.name_or_path, remedy)
 
 
 def _read_by(recipe: Recipe, name: str, cache: Path) -> str | None:
@@ -251,12 +270,14 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
         remedy += "read the records with a template of the text's own: '{prompt} {response}'"
         yield from (Fault(f"{field}.form", "chat", remedy) for field in chats)
     counted = {field for _, field, _ in responses_asked(recipe)}
+    rows = _rows(recipe, cache) if chats else None
     for reference in filter(None, models if chats else ()):
         template = chat_template_of(given_model(recipe, reference, cache))
         for field, source in chats.items():
             try:
                 for chat in first_chats(source, CHATS_TRIED, folder=recipe.text_folder):
                     ids = template.ids(chat)
+                    raise_faults(_beyond(ids, template.tokenizer, rows, "chat_template"))
                     if field in counted:
                         template.responses(chat, ids)
             except InputError as error:

@@ -129,6 +129,34 @@ def test_what_the_reading_tokenizer_lacks_is_said_before_text_is_read(tmp_path, 
     (_,) = outside_faults(recipe_of(tmp_path, models), tmp_path / "cache")
 
 
+def test_a_token_of_settings_alone_without_a_row_is_said_before_text_is_read(tmp_path, models):
+    """A model that reads it fails when all texts are tokenised."""
+    rows = len(token_ids(models["base"]).ids)
+    for number, name in enumerate(models):
+        save_pico(models[name], seed=number, vocab_size=rows)
+        save_chat_tokenizer(models[name], "chatml")
+        settings = json.loads((models[name] / "tokenizer_config.json").read_text())
+        settings["eos_token"] = "<|turn_end|>"
+        (models[name] / "tokenizer_config.json").write_text(json.dumps(settings))
+    recipe = recipe_of(tmp_path, models)
+    assert outside_faults(recipe, tmp_path / "cache") == []  # nobody reads it
+    template = (models["code"] / "chat_template.jinja").read_text()
+    (models["code"] / "chat_template.jinja").write_text(
+        template.replace("'<|im_end|>'", "eos_token")
+    )
+    fault, *_ = outside_faults(recipe, tmp_path / "cache")
+    assert fault.field == "domains.code.calibration: chat_template"
+    assert f"'<|turn_end|>', id {rows}" in fault.remedy
+    (tmp_path / "train.txt").write_text("some text\n")
+    own = {"train": {"files": [str(tmp_path / "train.txt")]}}
+    short = {"training": {"sequence_length": 64}}
+    domains = {"law": own, "music": own}
+    trained = recipe_of(tmp_path, models, domains=domains, experts=short)
+    trained = replace(trained, domains={"law": trained.domains["law"]})
+    (fault,) = outside_faults(trained, tmp_path / "cache")
+    assert fault.field == "seed_model.model"
+
+
 def test_the_seed_s_tokenizer_is_named_where_it_reads(tmp_path, models):
     (tmp_path / "train.txt").write_text("some text\n")
     own = {"train": {"files": [str(tmp_path / "train.txt")]}}
