@@ -31,6 +31,8 @@ PREFIX = "base_model.model."
 PART = re.compile(r"(?P<module>.+)\.lora_(?P<part>(embedding_)?[AB](\.weight|\.bias)?)")
 # Where a linear layer was wrapped, peft keeps what it had under this name.
 WRAPPED = ".base_layer."
+# Where tokens were added peft saves modules that are trained whole once more, and as they began.
+TRAINED, BEGUN = ".modules_to_save.", ".original_module."
 WITHOUT_EFFECT = frozenset(
     {
         # Read here.
@@ -152,8 +154,8 @@ class Adapter:
     def _sort(self, names: set[str]) -> Iterator[Fault]:
         """Give every tensor its meaning; yield those that have none."""
         place, parts = str(self.directory / ADAPTER_WEIGHTS), dict[str, dict[str, str]]()
-        for name in sorted(names):
-            inner = name.removeprefix(PREFIX).replace(WRAPPED, ".")
+        for name in sorted(name for name in names if BEGUN not in name):
+            inner = name.removeprefix(PREFIX).replace(WRAPPED, ".").replace(TRAINED, ".")
             part = PART.fullmatch(inner)
             if part:
                 kind = part["part"].removesuffix(".weight")

@@ -205,6 +205,27 @@ def test_added_tokens_come_along(tmp_path, base):
     assert words == (adapter / "tokenizer.json").read_text()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("modules", [["embed_tokens", "lm_head"], ["embed_tokens"]])
+def test_added_tokens_come_along_from_a_base_that_has_them_not(tmp_path, tied, modules):
+    """As people train: peft then saves what was trained whole twice, and as it began."""
+    base = save_pico(tmp_path / "base", tie_word_embeddings=tied)
+    start = longer(base, tmp_path / "longer")
+    adapter, tuned = save_adapter(
+        tmp_path / "adapter", start, target_modules=["q_proj"], modules_to_save=modules
+    )
+    tuned.peft_config["default"].base_model_name_or_path = str(base)
+    tuned.save_pretrained(adapter)
+    names = " ".join(load_file(adapter / ADAPTER_WEIGHTS))
+    assert "embed_tokens.modules_to_save.weight" in names
+    assert "embed_tokens.original_module.weight" in names
+    save_pico_tokenizer(adapter, 100)
+    merged(adapter, base, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.config.vocab_size == 100
+    torch.testing.assert_close(logits(found), logits(tuned), atol=1e-4, rtol=1e-4)
+
+
 def test_what_it_was_is_said_and_its_tokenizer_is_the_bases(tmp_path, base):
     adapter, _ = save_adapter(tmp_path / "adapter", base)
     merged(adapter, base, tmp_path / "out")
