@@ -153,17 +153,29 @@ class CheckpointReader:
             remedy = f"is missing, truncated or no safetensors file ({error}); fetch it again"
             return {}, [Fault(self.field, str(path), remedy)]
         self._files[file] = handle
-        infos, faults = {}, []
+        infos, others = {}, {}
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
             part = handle.get_slice(name)
             dtype = self._dtypes.get(part.get_dtype())
             if dtype is None:
-                remedy = f"{name} is stored as {part.get_dtype()}; use one of "
-                remedy += ", ".join(self._dtypes)
-                faults.append(Fault(self.field, str(path), remedy))
+                others[name] = part.get_dtype()
             else:
                 infos[name] = TensorInfo(tuple(part.get_shape()), dtype, file)
-        return infos, faults
+        return infos, list(self._type_faults(path, others))
+
+    def _type_faults(self, path: Path, others: Mapping[str, str]) -> Iterator[Fault]:
+        """Tensors of types that are not read, in one fault: of a quantised model all matrices."""
+        for name, kind in list(others.items())[:1]:
+            more = f" ({len(others) - 1} more tensors are like it)" if len(others) > 1 else ""
+            remedy = f"{name} is stored as {kind}{more}; use one of {', '.join(self._dtypes)}"
+            settings = self.config.get("quantization_config")
+            if settings is not None:
+                how = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+                remedy += (
+                    f": its config.json says quantization_config ({how}); give the model that "
+                )
+                remedy += "was quantised, or a GGUF file"
+            yield Fault(self.field, str(path), remedy)
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -109,6 +109,19 @@ def test_index_and_files_must_agree(pico, tmp_path):
     assert "model.norm.weight" in message
 
 
+def test_a_quantised_checkpoint_is_told_in_one_line(tmp_path):
+    names = [f"model.layers.{layer}.mlp.up_proj.qweight" for layer in range(9)]
+    tensors = {name: torch.zeros(2, dtype=torch.int32) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError) as caught:
+        CheckpointReader(tmp_path)
+    (fault,) = caught.value.faults
+    assert "stored as I32 (8 more tensors are like it)" in fault.remedy
+    assert "quantization_config (gptq); give the model that was quantised" in fault.remedy
+
+
 def test_integers_are_no_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     save_file({"ids": torch.ones(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
