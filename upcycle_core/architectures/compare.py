@@ -163,8 +163,12 @@ def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
     """What is wrong with one expert by itself."""
     try:
         family = family_of(reader.config, field=f"{field}.config.model_type")
-        yield from family.config_faults(reader.config, field)
-        yield from stock_faults(reader.config, f"{field}.config")
+        faults = family.config_faults(reader.config, field)
+        faults += stock_faults(reader.config, f"{field}.config")
+        if not faults:  # what the dense class takes, as no dropout, the MoE's may not
+            target = family.target_config(reader.config, experts=2, top_k=1)
+            faults += stock_faults(target, f"{field}.config")
+        yield from faults
         yield from tensor_faults(reader, family, field, mixed=True)
     except InputError as error:
         yield from error.faults
