@@ -140,7 +140,11 @@ def tensor_faults(
     """
     expected = family.tensors(config or reader.config, ffn=ffn)
     place = str(reader.directory)
-    faults = []
+    faults: list[Fault] = []
+    if other := _other_name(reader):
+        remedy = f"calls its embedding {other}, not {EMBEDDING}: it was saved without a head, in a "
+        remedy += "wrapper or as a part of another model; save its causal language model alone"
+        return [Fault(field, place, remedy)]
     for name, shape in expected.items():
         if name not in reader.tensors:
             faults.append(Fault(field, place, f"lacks tensor {name}; fetch the checkpoint again"))
@@ -157,6 +161,13 @@ def tensor_faults(
         remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
         faults.append(Fault(field, place, remedy))
     return faults
+
+
+def _other_name(reader: CheckpointReader) -> str | None:
+    """What a checkpoint calls its embedding where all its tensors have another prefix."""
+    if EMBEDDING in reader.tensors:
+        return None
+    return next((n for n in reader.tensors if n.endswith(EMBEDDING.partition(".")[2])), None)
 
 
 def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:

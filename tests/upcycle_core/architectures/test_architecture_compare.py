@@ -140,6 +140,17 @@ def test_missing_misshapen_surplus_and_nan_tensors_are_all_named(law, tmp_path):
     assert "model.layers.1.mlp.up_proj.weight holds NaN" in text
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model.model.", "_orig_mod.model."])
+def test_other_names_of_all_tensors_are_one_fault(law, tmp_path, prefix):
+    def rename(weights):
+        for name in list(weights):
+            weights[name.replace("model.", prefix, 1)] = weights.pop(name)
+
+    other = CheckpointReader(edited(law, tmp_path / "other", rename))
+    (fault,) = compare_experts({"experts.other": other}, {})
+    assert f"calls its embedding {prefix}embed_tokens.weight" in fault.remedy
+
+
 def test_a_tied_head_may_lie_on_disk_only_if_it_is_the_embedding(tmp_path):
     law = save_pico(tmp_path / "law", tie_word_embeddings=True)
 
