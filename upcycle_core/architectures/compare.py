@@ -333,7 +333,10 @@ def _differences(
 
 def has_length(*configs: Mapping) -> bool:
     """Whether what a rope turns by follows from ``max_position_embeddings`` in any of these."""
-    return any(c["rope_parameters"].get("rope_type") in _ROPES_OF_A_LENGTH for c in configs)
+    ropes = [config["rope_parameters"] for config in configs]
+    # A yarn that says no factor is stretched to that length.
+    stretched = (r.get("rope_type") == "yarn" and r.get("factor") is None for r in ropes)
+    return any(stretched) or any(r.get("rope_type") in _ROPES_OF_A_LENGTH for r in ropes)
 
 
 def computed(value: object) -> object:

@@ -18,6 +18,8 @@ from upcycle_core.checkpoints import reader as checkpoint_reader
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds
 
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32, "rope_theta": 1e4}
+
 
 @pytest.fixture(scope="module")
 def law(tmp_path_factory) -> Path:
@@ -197,6 +199,8 @@ def test_types_of_weights_may_differ_between_experts_and_within_one(law, tmp_pat
         ({"rope_type": "default", "rope_theta": 1e4}, False),
         ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, False),
         ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, True),
+        (YARN | {"factor": 4.0}, False),
+        (YARN | {"factor": None}, True),
     ],
 )
 def test_a_length_is_part_of_the_rope_only_where_frequencies_follow_from_it(
