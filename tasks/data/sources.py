@@ -47,6 +47,7 @@ from upcycle_core.corpora.sources import (
     source_fingerprint,
 )
 from upcycle_core.errors import Fault, InputError, raise_faults
+from upcycle_core.given.adapter import ADAPTER_CONFIG
 
 CHATS_TRIED = 64
 """Of each text, written before anything is computed; all are when they are tokenised."""
@@ -155,6 +156,9 @@ def write_forms(
         if form.said:
             said = "; ".join(form.said)
             run.session.log(f"{name}: brought into one form with the others: {said}")
+        if (given[name].directory / ADAPTER_CONFIG).is_file():
+            said = "an adapter lies beside its weights, and is not merged into them; if it is to be"
+            run.session.log(f"WARNING: {name}: {said}, give it in a directory of its own")
         config = given[name].config
         if unread := family_of(config).unread(config):
             said = ", ".join(unread)

@@ -106,6 +106,16 @@ def test_a_tokenizer_that_nobody_looked_at_is_not_copied(flow):
     assert CHANGED.replace("model.safetensors", "tokenizer.json") in said
 
 
+def test_an_adapter_beside_weights_that_is_left_alone_is_said(tmp_path, capsys):
+    """transformers would load it on top of what it names; a merged model may lie there as well."""
+    made = Flow(tmp_path)
+    (tmp_path / "second" / "adapter_config.json").write_text("{}")
+    looked.sources.ensure(made.session)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "an adapter lies" in line]
+    (line,) = lines
+    assert "WARNING: numbers: " in line
+
+
 def test_what_lies_beside_a_checkpoint_may_change(flow):
     (flow.folder / "letters" / "README.md").write_text("Read me.\n")
     (flow.folder / "letters" / "checkpoint-10").mkdir()
