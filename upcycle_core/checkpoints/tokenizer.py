@@ -187,12 +187,12 @@ def absence_faults(source: Path) -> list[Fault]:
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer files of one directory to another, to the disk.
 
-    What ``destination`` has of another tokenizer is removed: two are no tokenizer. Where there is a
-    tokenizer.json, whoever loads the copy has it as it is: see ``AS_IT_IS``. What its class would
-    say of padding is said then.
+    What ``destination`` has of another tokenizer is removed: two are no tokenizer. Whoever loads
+    the copy has its tokenizer.json as it is: see ``AS_IT_IS``. What its class would say of padding
+    is said then. Where ``source`` has none it is made of the other files, as they are read there.
 
     Raises:
-        InputError: ``source`` holds none.
+        InputError: ``source`` holds none, or none that can be read.
     """
     raise_faults(absence_faults(source))
     names = tokenizer_files(source)
@@ -204,16 +204,29 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
         (destination / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, destination / name)
         sync_file(destination / name)
-    if _is_whole(source):
+    is_made = not (source / CORE).is_file() and _write_core(source, destination / CORE)
+    if is_made or _is_whole(source):
         settings = _settings(source)
         if settings.get("tokenizer_class") != AS_IT_IS:
             said = {**_of_class(settings.get("tokenizer_class")), **settings}
-            if not any("eos_token" in own for own in (settings, _map(source))):
+            if is_made or not any("eos_token" in own for own in (settings, _map(source))):
                 loaded = load_tokenizer(source)
                 tokens = {role: getattr(loaded, role) for role in ROLES}
                 said |= {role: token for role, token in tokens.items() if token is not None}
             write_json(destination / SETTINGS, {**said, "tokenizer_class": AS_IT_IS})
     sync_directory(destination)
+
+
+def _write_core(source: Path, core: Path) -> bool:
+    """Write what transformers makes of files without a tokenizer.json, which hangs on the
+    config.json beside them; False of a class that has no such thing."""
+    check_tokenizer(source)
+    backend = getattr(load_tokenizer(source), "backend_tokenizer", None)
+    if backend is None:
+        return False
+    backend.save(str(core))
+    sync_file(core)
+    return True
 
 
 def _map(directory: Path) -> dict[str, Any]:

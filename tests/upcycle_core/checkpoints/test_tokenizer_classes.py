@@ -145,3 +145,28 @@ def test_roles_that_a_class_alone_says_are_kept(tmp_path, has_settings):
         loaded = load_tokenizer(tmp_path / place)
         assert loaded.eos_token == "<|endoftext|>", place
         assert ids(loaded) == core.encode(TEXT).ids
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", None])
+@pytest.mark.parametrize("dense", ["qwen2", "qwen3"])
+def test_files_without_a_core_are_the_same_tokens_beside_the_moe(tmp_path, dense, named):
+    """As slow tokenizers were saved: which class reads them says the config.json beside them."""
+    core = bytes_core(pre_tokenizers.Digits(individual_digits=True))
+    directory = tmp_path / "expert"
+    directory.mkdir()
+    core.model.save(str(directory))  # vocab.json and merges.txt
+    said = {"eos_token": "<|end|>"} | ({} if named is None else {"tokenizer_class": named})
+    (directory / "tokenizer_config.json").write_text(json.dumps(said))
+    (directory / "config.json").write_text(json.dumps({"model_type": dense}))
+    true = ids(AutoTokenizer.from_pretrained(directory))
+    assert ids(load_tokenizer(directory)) == true
+    for place, model_type in {"corpora": None, "moe": f"{dense}_moe", "other": "mixtral"}.items():
+        copy_tokenizer(directory, tmp_path / place)
+        if model_type is not None:
+            (tmp_path / place / "config.json").write_text(json.dumps({"model_type": model_type}))
+        for tokenizer in (
+            AutoTokenizer.from_pretrained(tmp_path / place),
+            load_tokenizer(tmp_path / place),
+        ):
+            assert ids(tokenizer) == true, place
+            assert tokenizer.eos_token == "<|end|>"
