@@ -316,7 +316,12 @@ def _pattern_faults(
         return
     files = _matches(pattern, folder)
     if not files:
-        yield Fault(field, _filled(pattern, folder), "there is no such file; check the path")
+        remedy, place = "there is no such file; check the path", _filled(pattern, folder)
+        if os.path.isdir(place):
+            remedy = (
+                "is a folder; name what is to be read of it, as folder/*.jsonl or folder/**/*.txt"
+            )
+        yield Fault(field, place, remedy)
     for path in files.values():
         found = _known_faults(path, source, known)
         yield from (Fault(field, str(path), said) for said in found[:FAULTS_SHOWN])

@@ -132,6 +132,7 @@ def test_a_good_source_has_no_fault(folder):
         (Source(dataset="{folder}/a"), "domains.law.train.dataset", "give the folder"),
         (Source(dataset="/no/such/dataset"), "domains.law.train.dataset", "cannot be read"),
         (Source(files=("*.nothing",)), "domains.law.train.files", "there is no such file"),
+        (Source(files=("/",)), "domains.law.train.files", "is a folder; name what is to be read"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_a_fault(source, field, says):
