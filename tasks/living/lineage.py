@@ -129,7 +129,7 @@ def with_parents(
     """
     assert recipe.lineage is not None
     parents, life = dict(recipe.parents), life_of(recipe)
-    known = life.modelled(workspace)
+    known = life.modelled(workspace) or recipe.domains  # of a model that was lost, none is told
     for name, domain in recipe.domains.items():
         made_from, digest = workspace.inputs(f"experts/{name}"), workspace.digest(f"experts/{name}")
         texts = list(filter(None, (_read(text, made_from) for text in life.texts(recipe, name))))

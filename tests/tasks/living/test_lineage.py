@@ -207,6 +207,21 @@ def test_a_parent_that_a_stopped_shrinking_has_forgotten_is_known_again(recipe, 
         assert with_parents(again, workspace, led=led_experts).parents == {"letters": parent}
 
 
+def test_experts_of_a_model_that_was_lost_are_continued(recipe, workspace):
+    """Who deletes its files to make room loses what is put together in minutes, not months."""
+    params = {"lineage.parents.letters": "the first"}
+    parent = {"parents/letters": publish(workspace, "parents/letters", params=params)}
+    text = {"corpora/letters/train": workspace.digest("corpora/letters/train")}
+    digest = publish(workspace, "experts/letters", "continued", **parent, **text)
+    lineage = Lineage(pinned={"seed": workspace.digest("seed")}, parents={"letters": "the first"})
+    lost = replace(recipe, lineage=lineage)
+    shutil.rmtree(workspace.path("model"))
+    led = {"letters": {digest}}
+    assert with_parents(lost, workspace, led=led).parents == {"letters": "the first"}
+    write_corpus(workspace, "letters", "new")
+    assert with_parents(lost, workspace, led=led).parents == {"letters": digest}
+
+
 def test_text_that_was_taken_back_leaves_the_expert_as_it_was(recipe, workspace):
     begun = begin(recipe, workspace)
     own = workspace.digest("experts/letters")
