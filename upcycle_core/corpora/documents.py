@@ -191,7 +191,7 @@ def _write(
         if split in sources:
             manifest["sources"][split] = source_fingerprint(source, folder=folder)
     text = json.dumps({"seed": seed, **manifest}, indent=2, ensure_ascii=False)
-    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    (out / "manifest.json").write_text(text + "\n", "utf-8", "backslashreplace")
 
 
 def _files_read(documents: list[Document | Kept], paths: dict[str, Path]) -> dict[str, str]:

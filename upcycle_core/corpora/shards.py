@@ -61,7 +61,7 @@ def write_corpus(
         facts["tokens"] = len(corpus.tokens)
         facts["sha256"] = sha256_file(out / split / "tokens.bin")
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
-    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    (out / "manifest.json").write_text(text + "\n", "utf-8", "backslashreplace")
 
 
 def write_encoded(

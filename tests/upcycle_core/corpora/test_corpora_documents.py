@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from upcycle_core.corpora.config import CorpusConfig, Domain, Source
 from upcycle_core.corpora.documents import domain_faults, write_documents, write_texts
 from upcycle_core.corpora.reader import read_documents
+from upcycle_core.corpora.shards import write_corpus
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import InputError
 
@@ -52,6 +53,18 @@ def written(domain, out, *, seed=0, config=CONFIG, **options):
 
 def size(texts):
     return sum(len(text.encode()) for text in texts)
+
+
+def test_a_file_s_name_may_be_of_another_encoding_than_utf_8(tmp_path):
+    """As of an archive that another system made: its text is read, and the night ends."""
+    name = os.fsdecode("caf\xe9.txt".encode("latin-1"))
+    domain = Domain(train=text_file(tmp_path / name, distinct_texts(200)))
+    _, manifest = written(domain, tmp_path / "out")
+    assert list(manifest["sources"]["train"]["files"]) == [f"{tmp_path / name}"]
+    save_line_tokenizer(tmp_path / "tokenizer")
+    write_corpus(tmp_path / "out", tmp_path / "tokenizer", tmp_path / "corpora")
+    corpora = json.loads((tmp_path / "corpora" / "manifest.json").read_text())
+    assert corpora["sources"] == manifest["sources"]
 
 
 def test_splits_are_disjoint_and_together_everything(tmp_path):

@@ -138,7 +138,7 @@ def prepare_instructions(
     manifest = {"seed": seed, **_manifest(config, choice, lines, out)}
     manifest["sources"] = instruction_fingerprint(config, folder=folder)
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
-    (out / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    (out / "manifest.json").write_text(text + "\n", "utf-8", "backslashreplace")
 
 
 def _missing(config: InstructionsConfig, folder: Path | None) -> list[Fault]:
