@@ -5,6 +5,7 @@ What a power cut left short would stay so, whatever is pushed later.
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -14,10 +15,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from infra.durable import read_json, write_atomically
 from infra.versioning.cache import OBJECTS, run_dvc
 from upcycle_core.durable import sync
+from upcycle_core.errors import Fault, raise_faults
 
 LEFT_SECONDS = 24 * 3600
+PUSHED = ".pushed.json"
+"""In a workspace: the directory that was pushed to last, and the disk that it was on."""
 OBJECT = re.compile(r"[0-9a-f]{30}(\.dir)?")
 """Its name below the folder of its first two digits; another workspace's DVC writes beside it."""
 
@@ -28,7 +33,11 @@ def push_to(root: Path, remote: Path) -> subprocess.CompletedProcess[str]:
     Args:
         root: The workspace, whose lock is held; its settings name the remote.
         remote: The directory.
+
+    Raises:
+        InputError: The disk that it was on is not there.
     """
+    raise_faults(_unmounted_faults(root, remote))
     mend(root, remote)
     before = set(_objects(remote))
     done = run_dvc(root, "push")
@@ -41,7 +50,27 @@ def push_to(root: Path, remote: Path) -> subprocess.CompletedProcess[str]:
         folders = {(objects / name).parent for name in sent}
         for folder in (*folders, objects, objects.parent, remote, remote.parent):
             sync(folder)
+    if done.returncode == 0:
+        with suppress(OSError):  # a full disk: what was pushed is there all the same
+            write_atomically(root / PUSHED, json.dumps(_place(remote)))
     return done
+
+
+def _place(remote: Path) -> dict[str, str | int]:
+    """A directory and its disk; of one that is not there, the disk that it would be made on."""
+    there = next(path for path in (remote, *remote.parents) if os.path.exists(path))
+    return {"remote": str(remote), "disk": there.stat().st_dev}
+
+
+def _unmounted_faults(root: Path, remote: Path) -> Iterator[Fault]:
+    """A directory that was pushed to and is empty now, on another disk: DVC would send there, where
+    the disk of before hides it again, and the next versions alone would be on that."""
+    last, now = read_json(root / PUSHED), _place(remote)
+    is_other = isinstance(last, dict) and last != now and last.get("remote") == now["remote"]
+    if is_other and not any(_objects(remote)):
+        remedy = "holds nothing, on another disk than at the last push: mount that one, and run "
+        remedy += f"the same again; or delete {root / PUSHED}, to begin a new remote there"
+        yield Fault("versions.remote", str(remote), remedy)
 
 
 def mend(root: Path, remote: Path) -> None:

@@ -161,6 +161,23 @@ def test_an_object_that_is_damaged_here_is_not_written_to_a_remote(tmp_path):
     assert {file: file.read_bytes() for file in sent} == sent
 
 
+def test_a_remote_whose_disk_is_not_mounted_is_not_begun_anew_in_its_place(tmp_path):
+    remote = tmp_path / "disk" / "remote"
+    here, _ = pushed(tmp_path, remote)
+    remote.rename(tmp_path / "elsewhere")
+    here.push(str(remote))  # of the same disk: somebody has emptied it
+    record = here.root / remote_module.PUSHED
+    record.write_text(json.dumps({**json.loads(record.read_text()), "disk": -1}))
+    here.push(str(remote))  # a disk that got another number, with all that it held
+    record.write_text(json.dumps({**json.loads(record.read_text()), "disk": -1}))
+    shutil.rmtree(remote.parent)
+    with pytest.raises(InputError, match="mount that one"):
+        here.push(str(remote))
+    assert not remote.exists()
+    record.unlink()
+    here.push(str(remote))  # who wants a new one says so
+
+
 def test_what_the_pipeline_keeps_here_is_neither_pushed_nor_asked_for(tmp_path):
     pipeline = PIPELINE.replace("[model]", "[model: {push: false}]")
     pipeline += "  seed: {cmd: 'true', outs: [seed]}\n"
