@@ -37,16 +37,32 @@ def run(said):
 
 def test_a_harvest_drawn_anew_for_a_model_that_goes_on_is_said():
     recipe = load_recipe(CODE / "recipes" / "demo.yaml")
-    assert not list(drawn_anew(recipe, "python"))
+    assert not list(drawn_anew(recipe, "python", {}))
     begun = replace(recipe, lineage=Lineage())
-    (said,) = drawn_anew(begun, "python")
+    (said,) = drawn_anew(begun, "python", {})
     assert said.endswith("domains.python.heldout")
     own = replace(begun.domains["python"], heldout=Source(files=("held.txt",)))
     named = replace(begun, domains={**begun.domains, "python": own})
-    assert not list(drawn_anew(named, "python"))
+    assert not list(drawn_anew(named, "python", {"seed": 1}))
     texts = replace(own, train=Source(files=("train.txt",)), heldout=None)
     grows = replace(begun, domains={**begun.domains, "python": texts})
-    assert not list(drawn_anew(grows, "python"))  # for good, each document by itself
+    assert not list(drawn_anew(grows, "python", {}))  # for good, each document by itself
+
+
+def test_a_seed_or_a_larger_share_that_draws_held_out_text_anew_is_said(tmp_path):
+    recipe = validate(pico_recipe(tmp_path, domains=DOMAINS))
+    own = replace(recipe.domains["letters"], heldout=None)
+    recipe = replace(recipe, domains={**recipe.domains, "letters": own})
+    begun = replace(recipe, lineage=Lineage())
+    share = recipe.corpus.heldout_share
+    made = {"seed": recipe.seed, "corpus.heldout_share": share}
+    assert not list(drawn_anew(begun, "letters", made))
+    assert not list(drawn_anew(begun, "letters", {**made, "corpus.heldout_share": 2 * share}))
+    for other in ({**made, "seed": recipe.seed + 1}, {**made, "corpus.heldout_share": share / 2}):
+        (said,) = drawn_anew(begun, "letters", other)
+        assert "and was" in said
+        assert said.endswith("domains.letters.heldout")
+        assert not list(drawn_anew(recipe, "letters", other))  # all is made anew
 
 
 def test_a_corpus_with_fewer_tokens_than_asked_for_is_said(run, said, tmp_path):
