@@ -177,7 +177,7 @@ class Workspace:
         record = self.record(artifact)
         if record is None:
             return None
-        files = tree_digest(self.path(artifact), exclude=(PROVENANCE,), known=self.known)
+        files = self._hashes(artifact, record["files"])
         return record if files == record["files"] else None
 
     def artifact_of(self, path: str) -> str | None:
@@ -192,8 +192,12 @@ class Workspace:
         record = self.record(artifact)
         if record is None:
             return [directory / PROVENANCE]
-        files = tree_digest(directory, exclude=(PROVENANCE,), known=self.known)
+        files = self._hashes(artifact, record["files"])
         return [directory / name for name in files if files[name] != record["files"].get(name)]
+
+    def _hashes(self, artifact: str, hidden: Collection[str]) -> dict[str, str]:
+        place, own = self.path(artifact), (PROVENANCE,)
+        return tree_digest(place, exclude=own, known=self.known, hidden=hidden)
 
     def digest(self, path: str) -> str | None:
         """Identity of an artifact, a folder in it or a file, as an input; None if it is absent.

@@ -19,6 +19,7 @@ def tree_digest(
     *,
     known: KnownFiles | None = None,
     own: bool = False,
+    hidden: Collection[str] | None = None,
 ) -> dict[str, str]:
     """Hash every file below ``directory``.
 
@@ -27,6 +28,8 @@ def tree_digest(
         exclude: Relative paths (with ``/``) that are left out.
         known: Remembers hashes of files that have not changed; by default all are read.
         own: As for ``KnownFiles.sha256``.
+        hidden: Relative paths of hidden files that are hashed, those in hidden folders too; all by
+            default. Editors, desktops and network file systems leave others where people look.
 
     Returns:
         Relative path (with ``/``) to sha256, sorted by path.
@@ -36,5 +39,13 @@ def tree_digest(
     return {
         name: memory.sha256(path, own=own)
         for name, path in sorted(files.items())
-        if path.is_file() and name not in exclude
+        if name not in exclude and _counts(name, hidden) and path.is_file()
     }
+
+
+def _counts(name: str, hidden: Collection[str] | None) -> bool:
+    """Whether a file is hashed. macOS hides the twin of each (``._model.safetensors``) under a name
+    that a search for such files finds."""
+    parts = name.split("/")
+    is_hidden = any(part.startswith(".") and not part.startswith("._") for part in parts)
+    return hidden is None or name in hidden or not is_hidden

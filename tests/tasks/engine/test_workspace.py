@@ -43,13 +43,30 @@ def test_published_artifact_carries_what_made_it(workspace):
         lambda d: (d / "weights").write_text("other"),
         lambda d: (d / "weights").unlink(),
         lambda d: (d / "more").write_text("x"),
+        lambda d: (d / "._weights").write_text("found by who looks for weights"),
     ],
-    ids=["changed", "missing", "added"],
+    ids=["changed", "missing", "added", "a twin"],
 )
 def test_artifact_that_is_not_as_published_has_no_provenance(workspace, damage):
     publish(workspace)
     damage(workspace.path("experts/law"))
     assert workspace.provenance("experts/law") is None
+
+
+@pytest.mark.parametrize("left", [".DS_Store", ".weights.swp", ".nfs0001", ".ipynb/weights"])
+def test_what_is_hidden_beside_published_files_is_no_damage(workspace, left):
+    """Of who looks into a folder: an expert would be trained again for it."""
+    publish(workspace)
+    place = workspace.path("experts/law") / left
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("left")
+    assert workspace.provenance("experts/law")["fingerprint"] == "one"
+    assert workspace.damaged("experts/law") == []
+    hidden = workspace.stage("router")
+    (hidden / ".own").write_text("published")
+    workspace.publish(hidden, "router", {})
+    (workspace.path("router") / ".own").write_text("other")
+    assert workspace.provenance("router") is None
 
 
 def test_publishing_again_replaces_and_leaves_no_staging(workspace):
