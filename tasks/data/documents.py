@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from infra.durable import read_json
 from infra.recipe.schema import Recipe
 from tasks.engine.params import document_keys, draws_text
 from tasks.engine.stage import StageRun, stage
 from upcycle_core.corpora.documents import write_documents
+
+MANIFEST = "manifest.json"
 
 
 @stage(
@@ -23,9 +26,31 @@ def documents(run: StageRun) -> None:
         folder=run.recipe.text_folder,
         name=f"domains.{run.domain}",
     )
-    before = run.session.workspace.record(run.stage.artifact(run.domain)) or {}
-    for said in drawn_anew(run.recipe, run.domain, before.get("params", {})):
+    workspace, artifact = run.session.workspace, run.stage.artifact(run.domain)
+    before = workspace.record(artifact) or {}
+    read, reads = (read_json(place / MANIFEST) for place in (workspace.path(artifact), run.out))
+    for said in (
+        *drawn_anew(run.recipe, run.domain, before.get("params", {})),
+        *gone_files(read, reads),
+    ):
         run.session.log(f"{run.stage.label(run.domain)}: {said}")
+
+
+def gone_files(before: Any, now: Any) -> Iterator[str]:
+    """What to say of files that were read before and are not any more: what a pattern stands for
+    grows less without a word where a disk is not mounted or a folder closed.
+
+    Args:
+        before: The manifest of the documents that are replaced; None if there is none.
+        now: That of those in their place.
+    """
+    known = before.get("sources", {}) if isinstance(before, dict) else {}
+    for split, source in now["sources"].items():
+        had, has = (text.get("files", {}) for text in (known.get(split, {}), source))
+        gone = sorted(had.keys() - has.keys())
+        if gone and not {*map(had.get, gone)} <= {*has.values()}:  # else they were renamed
+            files = f"{len(gone)} of its {len(had)} files of before, {gone[0]!r} the first"
+            yield f"{split} is read without {files}: see that they are to be gone"
 
 
 def drawn_anew(recipe: Recipe, domain: str, made: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from texts import pico_recipe, save_recipe, write_texts
 from flows.dume import main
 from infra.recipe.schema import Lineage
 from tasks.data.asked import say_lacking
-from tasks.data.documents import drawn_anew
+from tasks.data.documents import drawn_anew, gone_files
 from tasks.data.sources import sources
 from tasks.engine.artifacts import FORMS
 from tasks.engine.sources import CODE
@@ -63,6 +63,18 @@ def test_a_seed_or_a_larger_share_that_draws_held_out_text_anew_is_said(tmp_path
         assert "and was" in said
         assert said.endswith("domains.letters.heldout")
         assert not list(drawn_anew(recipe, "letters", other))  # all is made anew
+
+
+def test_files_that_a_domain_has_no_more_are_said():
+    """A pattern stands for fewer files where a disk is not mounted, and nothing fails."""
+    texts = {"files": {"a.txt": "1", "more/b.txt": "2", "more/c.txt": "3"}}
+    before = {"sources": {"train": texts, "heldout": {"harvest": "python", "digest": "4"}}}
+    assert not list(gone_files(None, before))
+    assert not list(gone_files(before, before))
+    renamed = {"files": {"a.txt": "1", "b.txt": "2", "c.txt": "3", "new.txt": "5"}}
+    assert not list(gone_files(before, {"sources": {"train": renamed, "heldout": texts}}))
+    (said,) = gone_files(before, {"sources": {"train": {"files": {"a.txt": "1"}}}})
+    assert "train is read without 2 of its 3 files of before, 'more/b.txt' the first" in said
 
 
 def test_a_corpus_with_fewer_tokens_than_asked_for_is_said(run, said, tmp_path):
