@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         aim=aim(recipe, changed=[chosen.domain]),
         run=lambda recipe: grow(recipe, chosen.domain, chosen.rebuild),
     )
-    print(deploy_again(chosen.recipe, chosen.add))
+    print(deploy_again(chosen))
 
 
 if __name__ == "__main__":

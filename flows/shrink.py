@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
         run=lambda recipe: shrink(recipe, chosen.domain, chosen.rebuild),
     )
     print(f"If {chosen.recipe} still names {chosen.domain}, take it out there as well.")
-    print(deploy_again(chosen.recipe, chosen.add))
+    print(deploy_again(chosen))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ The scores before are kept in the workspace until the change is done, so that a 
 still knows them when it is run again.
 """
 
+import argparse
 import json
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
@@ -65,11 +67,19 @@ class Change:
         return tuple(domain for kind, _, domain in changes if kind == "grow")
 
 
-def deploy_again(recipe: Path, added: Sequence[Path]) -> str:
-    """What to do after a domain came or left, of a recipe and the files beside it."""
-    files = " ".join(map(str, (recipe, *added)))
-    again = f'make deploy RECIPE="{files}"' if added else f"make deploy RECIPE={files}"
-    return f"Deployments hold the recipe as it was: if it is deployed, {again}."
+def deploy_again(chosen: argparse.Namespace) -> str:
+    """What to do after a domain came or left, of a recipe, the files beside it and its changes.
+
+    What make is told has no changes, and no names with blanks.
+    """
+    files = [str(path) for path in (chosen.recipe, *chosen.add)]
+    named, said = " ".join(files), "Deployments hold the recipe as it was: if it is deployed"
+    if chosen.set or shlex.join(files) != named:
+        options = [word for change in chosen.set for word in ("--set", change)]
+        command = [sys.executable, "-m", "infra.services", "deploy", *files, *options]
+        return f"{said}: {shlex.join(command)}"
+    quoted = f'"{named}"' if chosen.add else named
+    return f"{said}, make deploy RECIPE={quoted}."
 
 
 def begin_change(

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from flows.making.change import (
     other_texts,
     unfinished,
 )
+from flows.running.arguments import parser_of
 from flows.running.command_line import SUMMARY
 from infra.recipe.schema import Lineage
 from tasks.engine.workspace import Workspace
@@ -38,10 +38,20 @@ def test_every_domain_stands_before_and_after_the_change():
     ]
 
 
-def test_what_is_deployed_again_has_the_files_that_were_beside_the_recipe():
-    alone, beside = (deploy_again(Path("my.yaml"), added) for added in ([], [Path("tasks.yaml")]))
+def test_what_is_deployed_again_is_what_the_command_was_told():
+    told = [
+        [],
+        ["--add", "tasks.yaml"],
+        ["--add", "my tasks.yaml"],
+        ["--set", "folder=/data/a b", "--set", "seed=3"],
+    ]
+    alone, beside, blanks, changed = (
+        deploy_again(parser_of("grow").parse_args(["my.yaml", "law", *options])) for options in told
+    )
     assert alone.endswith("make deploy RECIPE=my.yaml.")
     assert beside.endswith('make deploy RECIPE="my.yaml tasks.yaml".')
+    assert blanks.endswith("-m infra.services deploy my.yaml 'my tasks.yaml'")
+    assert changed.endswith("deploy my.yaml --set 'folder=/data/a b' --set seed=3")
 
 
 def test_other_questions_are_said_to_be_others(tmp_path):
