@@ -143,8 +143,13 @@ class Versions:
         if "://" in remote:  # who has the keys of a store sends to it
             done = self._dvc("push", waits=WAITS)
         else:
-            with self._lock:  # a folder is of the storage that all share
-                done = near(push_to, self.root, Path(remote))
+            try:
+                with self._lock:  # a folder is of the storage that all share
+                    done = near(push_to, self.root, Path(remote))
+            except OSError as error:
+                remedy = f"cannot be used ({error}); see that its disk is there and has room, and "
+                remedy += "run the same again, which sends what is missing"
+                raise InputError(Fault("versions.remote", remote, remedy)) from error
             self._raise_failed("push", done)
         return set(LOST.findall(done.stderr + done.stdout))
 

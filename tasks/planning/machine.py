@@ -1,5 +1,6 @@
 """The machine that a plan is for: this one, or one that the user describes."""
 
+import os
 import re
 import shutil
 from dataclasses import dataclass, replace
@@ -78,8 +79,11 @@ class Machine:
 
 
 def nearest(path: Path) -> Path:
-    """What is there of a path that is not there yet: itself, or the folder to begin it in."""
-    return next(place for place in (path, *path.parents) if place.exists())
+    """What is there of a path that is not there yet: itself, or the folder to begin it in.
+
+    What the system cannot reach, for its server is away, is not there.
+    """
+    return next(place for place in (path, *path.parents) if os.path.exists(place))
 
 
 def device_of(path: Path) -> int:

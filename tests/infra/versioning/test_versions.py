@@ -1,6 +1,7 @@
 """What is published comes back from a DVC remote, whatever its place is called."""
 
 import configparser
+import errno
 import importlib.util
 import json
 import os
@@ -176,6 +177,21 @@ def test_a_remote_whose_disk_is_not_mounted_is_not_begun_anew_in_its_place(tmp_p
     assert not remote.exists()
     record.unlink()
     here.push(str(remote))  # who wants a new one says so
+
+
+def test_a_directory_that_the_system_cannot_reach_is_said_in_a_line(tmp_path, monkeypatch):
+    """Of a server that is away; pathlib passes on what it does not know."""
+
+    def away(remote):
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(remote))
+
+    here = Versions(tmp_path / "here")
+    here.prepare(pipeline=PIPELINE, params="")
+    monkeypatch.setattr(remote_module, "_objects", away)
+    with pytest.raises(
+        InputError, match=r"versions\.remote = .* not connected.* run the same"
+    ):
+        here.push(str(tmp_path / "remote"))
 
 
 def test_what_the_pipeline_keeps_here_is_neither_pushed_nor_asked_for(tmp_path):

@@ -1,6 +1,8 @@
 """A plan from config.json alone: of five models of Llama-3.1-8B's shape, on many machines."""
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -119,6 +121,19 @@ def test_the_remote_has_another_copy_and_the_registry_shares_the_newest(tmp_path
     assert alone.disk == kept
     assert beside.disk == 2 * kept - model  # which is put together again from what is pushed
     assert f"| registry, an older version | {gigabytes(model)} |" in alone.places()
+
+
+def test_a_remote_whose_server_is_away_keeps_nobody_from_a_plan(tmp_path, monkeypatch):
+    """A night does its work all the same; what is missing there is pushed when it is back."""
+    there, stat = tmp_path / "away" / "remote", os.stat
+
+    def away(path, **options):
+        if "away" in str(path):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", away)
+    assert Machine.here(tmp_path, 8, there).remote_disk is None
 
 
 def test_a_remote_on_another_disk_has_its_copies_there(tmp_path, llama, monkeypatch):
