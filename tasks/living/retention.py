@@ -95,11 +95,13 @@ def spares(
         InputError: What a version that stays was made from cannot be read.
     """
     disk = Disk()
-    # A deployment may hold the recipe of before a domain was grown.
-    domains = {*recipe.domains, *modelled(workspace), *coming}
+    # A deployment may hold the recipe of before a domain was grown. Of a model whose files were
+    # lost nobody knows its domains, and what it is made of again stays.
+    known = modelled(workspace)
+    domains = {*recipe.domains, *known, *coming} if known else None
     names = (recipe.registered_name, compressed_name(recipe))
     past = records.past(recipe.keep, names, recipe=recipe.name, ways_back=ways_back)
-    yield from _artifacts(domains, workspace, disk)
+    yield from () if domains is None else _artifacts(domains, workspace, disk)
     yield from _pieces(workspace, disk)
     refused: list[str] = []
     yield from _models(past, records, registry, recipe.keep, disk, refused)
@@ -223,15 +225,16 @@ def _runs(past: Past, records: Records, keep: KeepConfig, disk: Disk) -> Iterato
 
 
 def _cache(
-    domains: Iterable[str],
+    domains: Iterable[str] | None,
     workspace: Workspace,
     named: Sequence[Output],
     remote: str | None,
     disk: Disk,
 ) -> Iterator[Spare]:
     cache = Cache(workspace.root, workspace.staging / KEPT)
-    here = recorded_outputs(workspace.root)
-    left = {s for s, outs in here.items() if any(has_left(o["path"], domains) for o in outs)}
+    here, left = recorded_outputs(workspace.root), set[str]()
+    if domains is not None:
+        left = {s for s, outs in here.items() if any(has_left(o["path"], domains) for o in outs)}
     kept = [*named, *(out for stage, outs in here.items() if stage not in left for out in outs)]
     unused = cache.unused(kept)
 

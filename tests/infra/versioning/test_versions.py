@@ -188,9 +188,7 @@ def test_a_directory_that_the_system_cannot_reach_is_said_in_a_line(tmp_path, mo
     here = Versions(tmp_path / "here")
     here.prepare(pipeline=PIPELINE, params="")
     monkeypatch.setattr(remote_module, "_objects", away)
-    with pytest.raises(
-        InputError, match=r"versions\.remote = .* not connected.* run the same"
-    ):
+    with pytest.raises(InputError, match=r"versions\.remote = .* not connected.* run the same"):
         here.push(str(tmp_path / "remote"))
 
 

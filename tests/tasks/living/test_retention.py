@@ -224,6 +224,11 @@ def test_a_domain_of_the_model_stays_whatever_an_older_recipe_says(life, monkeyp
     assert "experts/colours" in [spare.what for spare in life.spares()]
     monkeypatch.setattr("tasks.living.retention.modelled", lambda workspace: (*HERE, "colours"))
     assert not [spare.what for spare in life.spares() if "colours" in spare.what]
+    own = {spare.what: spare.count for spare in life.spares()}["DVC cache"]
+    monkeypatch.setattr("tasks.living.retention.modelled", lambda workspace: ())  # it was lost
+    lost = {spare.what: spare.count for spare in life.spares()}
+    assert not [what for what in lost if "colours" in what]
+    assert lost["DVC cache"] == own
 
 
 class Killed(BaseException):
