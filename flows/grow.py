@@ -21,6 +21,7 @@ from flows.making.change import (
     deploy_again,
     domain_faults,
     finish_change,
+    modelled_in,
     rebuild_faults,
     unfinished,
 )
@@ -146,12 +147,10 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = F
         InputError: With every fault of the request and of what the recipe names.
     """
     life = life_of(recipe)
-    known, given = life.modelled(workspace), life.parts(recipe)
+    given = life.parts(recipe)
     change = unfinished(workspace)
     raise_faults(rebuild_faults(recipe, rebuild))
-    if not known:
-        remedy = f"holds no model; run {METHODS[recipe.method].flow}"
-        raise_faults([Fault("workspace", str(workspace.root), remedy)])
+    known = modelled_in(recipe, workspace)
     if domain not in given:
         remedy = f"is no {life.part} of the recipe; name what it is under {life.section}.{domain}"
         raise_faults([Fault("domain", domain, remedy)])

@@ -17,7 +17,13 @@ from prefect.states import Completed, State
 
 from flows.making.building import built
 from flows.making.builds import aim, build
-from flows.making.change import begin_change, domain_faults, finish_change, going_on
+from flows.making.change import (
+    begin_change,
+    domain_faults,
+    finish_change,
+    going_on,
+    modelled_in,
+)
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command, run_flow
 from flows.running.naming import completed, name_run, title_of_day, words_of
@@ -31,11 +37,10 @@ from tasks.engine.stage import Session
 from tasks.engine.workspace import Held, Workspace
 from tasks.living.freshness import news, outdated
 from tasks.living.lineage import begin, check_built_upon, life_of, with_lineage
-from tasks.methods import METHODS
 from tasks.recipes import validate
 from tasks.release.history import PENDING_TAG, catch_up
 from tasks.release.versions import MODEL_TAG, Outcome, newest
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.errors import raise_faults
 
 NOTHING = "nothing to do"
 
@@ -88,10 +93,7 @@ def look(recipe: Recipe, workspace: Workspace) -> str | None:
             the recipe asks for.
     """
     life = life_of(recipe)
-    known = life.modelled(workspace)
-    if not known:
-        remedy = f"holds no model; run {METHODS[recipe.method].flow}"
-        raise_faults([Fault("workspace", str(workspace.root), remedy)])
+    known = modelled_in(recipe, workspace)
     raise_faults(domain_faults(life.section, life.parts(recipe), known))
     return f"{recipe.name}: {NOTHING}" if _is_up_to_date(recipe, workspace) else None
 

@@ -20,6 +20,7 @@ from flows.making.change import (
     deploy_again,
     domain_faults,
     finish_change,
+    modelled_in,
     rebuild_faults,
     unfinished,
 )
@@ -34,7 +35,7 @@ from infra.settings import configure
 from tasks.dume.backbone import averaged
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import begin, life_of, with_lineage, without_backbone
-from tasks.methods import METHODS, every_stage
+from tasks.methods import every_stage
 from tasks.recipes import validate
 from upcycle_core.errors import Fault, raise_faults
 
@@ -97,12 +98,9 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, rebuild: bool = Fals
         InputError: With every fault of the request.
     """
     life = life_of(recipe)
-    known = life.modelled(workspace)
     change = unfinished(workspace)
     raise_faults(rebuild_faults(recipe, rebuild))
-    if not known:
-        remedy = f"holds no model; run {METHODS[recipe.method].flow}"
-        raise_faults([Fault("workspace", str(workspace.root), remedy)])
+    known = modelled_in(recipe, workspace)
     is_at_work = change is not None and change.what == f"shrink {domain}"
     is_averaged = rebuild and domain in averaged(with_lineage(recipe, workspace))
     if domain not in known and not is_at_work and not is_averaged:

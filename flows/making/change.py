@@ -26,7 +26,7 @@ from tasks.living.lineage import averaged_in, check_built_upon, life_of
 from tasks.methods import METHODS
 from tasks.release.versions import Outcome
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.evaluation.report.numbers import number, signed, slug
 from upcycle_core.evaluation.report.parts import Notes, Section, Table
 from upcycle_core.evaluation.report.text import markdown, terminal
@@ -235,6 +235,23 @@ def rebuild_faults(recipe: Recipe, rebuild: bool) -> list[Fault]:
     method = METHODS[recipe.method]
     remedy = f"{method.title} keeps no average of experts: leave it out; all anew: {method.flow} "
     return [Fault("--rebuild", True, f"{remedy}--rebuild")]
+
+
+def modelled_in(recipe: Recipe, workspace: Workspace) -> tuple[str, ...]:
+    """Domains of the workspace's model, or what else its parts are.
+
+    Raises:
+        InputError: It holds none. Who lost a workspace would train all anew where it can be
+            restored.
+    """
+    known = life_of(recipe).modelled(workspace)
+    if not known:
+        remedy = f"holds no model; run {METHODS[recipe.method].flow}"
+        if not workspace.path("sources").exists():
+            remedy += "; or, if one was registered and is lost here: flows.restore "
+            remedy += f"{recipe.registered_name} champion"
+        raise_faults([Fault("workspace", str(workspace.root), remedy)])
+    return known
 
 
 def domain_faults(

@@ -15,6 +15,7 @@ from flows.making.change import (
     end_change,
     finish_change,
     going_on,
+    modelled_in,
     other_texts,
     unfinished,
 )
@@ -36,6 +37,16 @@ def test_every_domain_stands_before_and_after_the_change():
         "| new | – | 7.50 | – |",
         "| old | 5.00 | – | – |",
     ]
+
+
+def test_a_workspace_that_is_lost_is_restored_and_not_trained_again(tmp_path):
+    recipe = validate(pico_recipe(tmp_path))
+    workspace = Workspace(tmp_path / "home" / "pico")
+    with pytest.raises(InputError, match=r"run flows\.dume; .* flows\.restore upcycle-pico"):
+        modelled_in(recipe, workspace)
+    workspace.path("sources").mkdir(parents=True)  # there, and nothing can be restored into it
+    with pytest.raises(InputError, match=r"run flows\.dume$"):
+        modelled_in(recipe, workspace)
 
 
 def test_what_is_deployed_again_is_what_the_command_was_told():
