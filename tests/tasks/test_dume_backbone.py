@@ -1,7 +1,9 @@
 """The piece that merges a backbone: what a kill has left is gone on with."""
 
+import shutil
+
 import pytest
-from killed import killed_at
+from killed import files, killed_at
 
 from tasks.dume.backbone import merge_piece
 from tests.pico import save_pico
@@ -40,3 +42,25 @@ def test_a_killed_merge_keeps_its_average_and_the_layers_that_are_done(
     assert passed == [1]
     assert found == whole
     assert not (tmp_path / "out.averaged").exists()
+
+
+def test_what_a_kill_left_of_an_average_that_was_removed_is_none(arguments, tmp_path, monkeypatch):
+    merge = MergeConfig(attention="distilled")
+    merge_piece(out=tmp_path / "whole", merge=merge, **arguments)
+
+    removed = shutil.rmtree
+
+    def killed(place, **how):
+        if place.suffix == ".averaged" and place.exists():
+            next(place.glob("*.safetensors")).unlink()
+            raise KeyboardInterrupt
+        removed(place, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        merge_piece(out=tmp_path / "out", merge=merge, **arguments)
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "out")  # as before a piece begins again
+    merge_piece(out=tmp_path / "out", merge=merge, **arguments)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert not list(tmp_path.glob("out.*"))
