@@ -37,6 +37,7 @@ def killed_at(monkeypatch, layer, call, out):
 
     monkeypatch.setattr(LayerStream, "layer", entering)
     monkeypatch.setattr(resume, "APART_SECONDS", 0)
+    monkeypatch.setattr(resume, "APART_TIMES", 0)
     fatal = []
     whole = out.with_name("undisturbed")
     call(whole)

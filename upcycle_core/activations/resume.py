@@ -20,6 +20,8 @@ RECORD = "record.json"
 MADE, STATES = "made", "states"
 APART_SECONDS = 60
 """Of work between two records of a text on its way, which is as large as the text is long."""
+APART_TIMES = 10
+"""So many times what the last record took is worked between two, at least."""
 
 
 def digest_of(tensors: Iterable[Tensor | None]) -> str:
@@ -72,7 +74,8 @@ class Record:
 class LayersDone:
     """What each layer has made, and the text that the next one reads.
 
-    A kill costs the layer at work, and those before it that took less than ``APART_SECONDS``.
+    A kill costs the layer at work, and those before it that took less than ``APART_SECONDS``, or
+    ``APART_TIMES`` what it takes to write the text.
 
     Args:
         folder: Where they lie until ``remove``: a call with the same ``mark`` goes on from there.
@@ -88,7 +91,7 @@ class LayersDone:
         if known is None:
             self._record.begin()
         self.facts: list[Any] = known or []
-        self._recorded = time.monotonic()
+        self._recorded, self._apart = time.monotonic(), float(APART_SECONDS)
 
     def made(self, layer: int, name: str) -> Tensor:
         """What a layer that is done has made, by its name."""
@@ -115,13 +118,15 @@ class LayersDone:
         layer = len(self.facts)
         self._write(layer, MADE, made)
         self.facts.append(fact)
-        if texts and time.monotonic() - self._recorded < APART_SECONDS:
+        began = time.monotonic()
+        if texts and began - self._recorded < self._apart:
             return
         self._write(layer, STATES, {name: text.hidden_BSH for name, text in texts.items()})
         self._record.keep(self.facts)
         for path in set(self._record.folder.glob(f"*.{STATES}")) - {self._path(layer, STATES)}:
             path.unlink()
         self._recorded = time.monotonic()
+        self._apart = max(APART_SECONDS, APART_TIMES * (self._recorded - began))
 
     def remove(self) -> None:
         """All is done, and lies elsewhere."""

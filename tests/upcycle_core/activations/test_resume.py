@@ -44,6 +44,20 @@ def test_what_took_a_minute_is_kept(tmp_path, clock):
     assert len(list((tmp_path / "way").glob("*.states"))) == 1
 
 
+def test_a_text_that_is_long_to_write_is_written_seldom(tmp_path, clock, monkeypatch):
+    written = resume.stream_atomically
+
+    def slow(path, *arguments, kind, **options):
+        clock[0] += 30 if kind == resume.STATES else 0
+        written(path, *arguments, kind=kind, **options)
+
+    monkeypatch.setattr(resume, "stream_atomically", slow)
+    Way(tmp_path / "way", clock).through(5, seconds=60)
+    assert Way(tmp_path / "way", clock).done.facts == [0]
+    Way(tmp_path / "other", clock).through(6, seconds=60)
+    assert Way(tmp_path / "other", clock).done.facts == [0, 1, 2, 3, 4, 5]
+
+
 def test_the_last_layer_is_kept_at_once(tmp_path, clock):
     way = Way(tmp_path / "way", clock)
     way.done.keep({}, {}, "the last")
