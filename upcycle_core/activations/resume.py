@@ -90,6 +90,8 @@ class LayersDone:
         known = self._record.facts()
         if known is None:
             self._record.begin()
+        for half in folder.glob("*.partial"):  # as large as all that there is to be room for
+            half.unlink()
         self.facts: list[Any] = known or []
         self._recorded, self._apart = time.monotonic(), float(APART_SECONDS)
 

@@ -58,6 +58,14 @@ def test_a_text_that_is_long_to_write_is_written_seldom(tmp_path, clock, monkeyp
     assert Way(tmp_path / "other", clock).done.facts == [0, 1, 2, 3, 4, 5]
 
 
+def test_what_a_kill_left_half_written_takes_no_room(tmp_path, clock):
+    Way(tmp_path / "way", clock).through(1, seconds=60)
+    half = tmp_path / "way" / f"3.{resume.STATES}.partial"
+    half.write_bytes(b"half")
+    assert Way(tmp_path / "way", clock).done.facts == [0]
+    assert not half.exists()
+
+
 def test_the_last_layer_is_kept_at_once(tmp_path, clock):
     way = Way(tmp_path / "way", clock)
     way.done.keep({}, {}, "the last")
