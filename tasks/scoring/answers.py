@@ -52,15 +52,18 @@ class Answers:
         known = {task: self._read(mark) for task, mark in marks.items()}
         left = [task for task, answered in known.items() if answered is None]
         asked = ask(piece.only(left)) if left else ({}, [])
-        scores, items = {}, []
-        for task, mark in marks.items():
-            score, own = known[task] or _one(task, *asked)
-            scores[task] = score
-            items += own
-            if mark is not None:
-                self._keep(mark, score, own, anew=task in left)
-        self._forget(2 * len(marks))
-        return scores, items
+        answers = {task: known[task] or _one(task, *asked) for task in marks}
+        new = [mark for task in left if (mark := marks[task]) is not None]
+        try:
+            for task, mark in marks.items():
+                if mark is not None:
+                    self._keep(mark, *answers[task], anew=mark in new)
+            self._forget(2 * len(marks))
+        except OSError:  # a full disk. Of some of them a finished piece would be no answer.
+            for mark in new:
+                self._path(mark).unlink(missing_ok=True)
+        scores = {task: score for task, (score, _) in answers.items()}
+        return scores, [item for _, items in answers.values() for item in items]
 
     def _read(self, mark: str | None) -> tuple[TaskScore, list[Item]] | None:
         for path in self._all.glob(f"*/{mark}.json"):
@@ -71,13 +74,16 @@ class Answers:
         return None
 
     def _keep(self, mark: str, score: TaskScore, items: Sequence[Item], *, anew: bool) -> None:
-        path = self._own / f"{mark}.json"
+        path = self._path(mark)
         if path.exists() and not anew:
             os.utime(path)
             return
         self._own.mkdir(parents=True, exist_ok=True)
         record = {"score": score.to_dict(), "items": [asdict(item) for item in items]}
         write_atomically(path, json.dumps(sealed(record)))
+
+    def _path(self, mark: str) -> Path:
+        return self._own / f"{mark}.json"
 
     def _forget(self, count: int) -> None:
         """Remove all answers of this label but the ``count`` that were asked for last."""

@@ -1,5 +1,6 @@
 """What a model has answered once it is not asked again, whoever asks."""
 
+import errno
 import json
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from texts import pico_recipe
 from tasks.engine.remembered import FOLDER
 from tasks.engine.workspace import Workspace
 from tasks.recipes import validate
+from tasks.scoring import answers
 from tasks.scoring.answers import Answers
 from tasks.scoring.task_scores import task_piece
 from upcycle_core.evaluation.tasks.items import Item
@@ -116,5 +118,21 @@ def test_a_damaged_answer_is_none(asked):
         record = json.loads(path.read_text())
         record["score"]["values"] = [0.5]
         path.write_text(json.dumps(record))
+    assert asked.ask() == (["first", "second"], {"first": 2, "second": 2})
+    assert asked.ask()[0] == []
+
+
+def test_answers_that_no_disk_holds_are_given_and_all_forgotten(asked, monkeypatch):
+    """The finished piece has all of them: asked for some alone it would run again."""
+    written, count = answers.write_atomically, []
+
+    def full(path, text):
+        count.append(path)
+        if len(count) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, text)
+
+    monkeypatch.setattr(answers, "write_atomically", full)
+    assert asked.ask() == (["first", "second"], {"first": 1, "second": 1})
     assert asked.ask() == (["first", "second"], {"first": 2, "second": 2})
     assert asked.ask()[0] == []
