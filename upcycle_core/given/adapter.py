@@ -396,7 +396,5 @@ def _weights(directory: Path) -> Any:
 
 def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first key that matches the end of a module's name, as peft reads it."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+    own = (v for key, v in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(own, default)
