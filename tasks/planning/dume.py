@@ -199,7 +199,7 @@ def _routed_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         1,
         1,
         kept=domains * shape.stored,
-        passing=domains * _layers_bytes(shape, config, tokens, resources.device),
+        passing=domains * _layers_bytes(shape, config, tokens, device=resources.device),
         read=3 * domains * shape.stored,
         flops=domains * flops or None,
         precision=config.precision,
@@ -223,7 +223,7 @@ def _repaired_row(
         "repaired",
         pieces=domains,
         kept=domains * shape.stored,
-        each=_layers_bytes(shape, config, tokens, device),
+        each=_layers_bytes(shape, config, tokens, device=device),
         read=2 * domains * shape.stored,
         flops=domains * flops,
         precision=config.precision,
@@ -233,7 +233,7 @@ def _repaired_row(
     )
 
 
-def _layers_bytes(shape: Shape, config: StatisticsConfig, tokens: int, device: str) -> int:
+def _layers_bytes(shape: Shape, config: StatisticsConfig, tokens: int, *, device: str) -> int:
     """Of one expert's repair until it is written: two models' states, and down projections."""
     states = memory.streamed_states_bytes(shape, config.precision, 2 * tokens, device=device)
     return states + shape.itemsize * shape.ffns // 3

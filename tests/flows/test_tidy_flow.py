@@ -48,6 +48,11 @@ def workspace(tmp_path, monkeypatch):
         staged = made.stage(f"experts/{domain}")
         (staged / "weights").write_bytes(b"x" * 1000)
         made.publish(staged, f"experts/{domain}", {})
+    staged = made.stage("model")
+    (staged / "weights").write_bytes(b"x" * 1000)
+    made.publish(
+        staged, "model", {"inputs": {f"experts/{d}": made.digest(f"experts/{d}") for d in HERE}}
+    )
     for number, copy in enumerate(COPIES):
         (made.models / "served" / copy).mkdir(parents=True)
         mark = made.models / "served" / f"{copy}.held"

@@ -23,6 +23,7 @@ from tasks.release.champion import Champion
 from tasks.release.versions import MODEL_TAG
 from upcycle_core.corpora.shards import write_split
 from upcycle_core.errors import InputError
+from upcycle_core.evaluation.tasks.score import TaskScore
 from upcycle_core.progress import Silent
 
 KINDS = ("seed", "experts", "statistics", "alignment", "post_training", "evaluation", "baselines")
@@ -229,7 +230,9 @@ def champion_of(tmp_path, files, monkeypatch):
         return {piece.name: Done(tmp_path, scores, 0.0, 0.0, 0) for piece in pieces}
 
     monkeypatch.setattr("tasks.release.champion.run_pieces", run_pieces)
-    monkeypatch.setattr("tasks.release.champion.read_scores", lambda path: ({}, []))
+    score = TaskScore(metric="acc", higher_is_better=True, values=(1.0,), items=0)
+    answers = dict.fromkeys(recipe.tasks, score), []
+    monkeypatch.setattr("tasks.release.champion.read_scores", lambda path: answers)
     version = Version("m", 1, "run", "model", "", aliases=(), tags={}, params={}, metrics={})
     return Champion(session, None, version, tmp_path), handed
 
