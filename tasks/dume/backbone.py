@@ -138,8 +138,8 @@ def merge_piece(
         average(out)
     else:
         averaged_out = out.with_suffix(".averaged")
-        says_so = averaged_out / "config.json"
-        if not says_so.exists():  # written anew it would be another to what a kill left
+        config_file = averaged_out / "config.json"
+        if not config_file.exists():  # written anew it would be another to what a kill left
             shutil.rmtree(averaged_out, ignore_errors=True)
             average(out)
             out.rename(averaged_out)
@@ -154,7 +154,7 @@ def merge_piece(
             device=device,
             progress=progress,
         )
-        says_so.unlink()  # first: a kill may leave the rest
+        config_file.unlink()  # first: a kill may leave the rest
         shutil.rmtree(averaged_out)
     if not moments or LM_HEAD in readers[0].tensors:
         return 0

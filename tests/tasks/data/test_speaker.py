@@ -147,23 +147,22 @@ def test_a_token_of_settings_alone_without_a_row_is_said_before_text_is_read(tmp
     fault, *_ = outside_faults(recipe, tmp_path / "cache")
     assert fault.field == "domains.code.calibration: chat_template"
     assert f"'<|turn_end|>', id {rows}" in fault.remedy
-    (tmp_path / "train.txt").write_text("some text\n")
-    own = {"train": {"files": [str(tmp_path / "train.txt")]}}
-    short = {"training": {"sequence_length": 64}}
-    domains = {"law": own, "music": own}
-    trained = recipe_of(tmp_path, models, domains=domains, experts=short)
-    trained = replace(trained, domains={"law": trained.domains["law"]})
-    (fault,) = outside_faults(trained, tmp_path / "cache")
+    (fault,) = outside_faults(training_recipe(tmp_path, models), tmp_path / "cache")
     assert fault.field == "seed_model.model"
 
 
-def test_the_seed_s_tokenizer_is_named_where_it_reads(tmp_path, models):
+def training_recipe(tmp_path, models):
+    """One expert is trained, on a text that the seed's tokenizer reads."""
     (tmp_path / "train.txt").write_text("some text\n")
     own = {"train": {"files": [str(tmp_path / "train.txt")]}}
     short = {"training": {"sequence_length": 64}}
     domains = {"law": own, "music": own}
     recipe = recipe_of(tmp_path, models, experts=short, domains=domains)
-    recipe = replace(recipe, domains={"law": recipe.domains["law"]})
+    return replace(recipe, domains={"law": recipe.domains["law"]})
+
+
+def test_the_seed_s_tokenizer_is_named_where_it_reads(tmp_path, models):
+    recipe = training_recipe(tmp_path, models)
     assert outside_faults(recipe, tmp_path / "cache") == []
     without(models["base"], "eos_token")
     (fault,) = outside_faults(recipe, tmp_path / "cache")
