@@ -11,10 +11,11 @@ from tasks.dume.checks import CROSS_VALIDATED
 from tasks.dume.files import calibration_splits
 from tasks.engine.stage import Session
 from upcycle_core.checkpoints.reader import CheckpointReader
-from upcycle_core.corpora.batches import counted_tokens, fold_of, paragraphs
+from upcycle_core.corpora.batches import counted_tokens, fold_of
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.calibration import UNDIVIDED, halves_of
 from upcycle_core.dume.checks import fewest_tokens
+from upcycle_core.dume.collect import read_paragraphs
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.evaluation.text.perplexity import scored_paragraphs
 
@@ -95,12 +96,7 @@ def _faults(
 def _counted(recipe: Recipe, corpus: TokenCorpus) -> tuple[np.ndarray, np.ndarray]:
     """The document of each paragraph that statistics read, [N], and its counted tokens, [N]."""
     config = recipe.statistics
-    pieces = paragraphs(
-        corpus,
-        sequence_length=config.sequence_length,
-        max_tokens=config.tokens,
-        window=config.window,
-    )
+    pieces = read_paragraphs(corpus, config)
     return pieces.rows[:, 0], counted_tokens(corpus, pieces, config.count)
 
 

@@ -14,9 +14,9 @@ from upcycle_core.corpora.batches import (
     counted_tokens,
     fold_of,
     paragraph_batches,
-    paragraphs,
 )
 from upcycle_core.corpora.reader import TokenCorpus
+from upcycle_core.dume.collect import read_paragraphs
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
 
@@ -57,12 +57,7 @@ def calibration_batches(corpus: Path, config: StatisticsConfig) -> list[Batch]:
         InputError: One paragraph alone holds what is counted.
     """
     tokens = TokenCorpus(corpus)
-    pieces = paragraphs(
-        tokens,
-        sequence_length=config.sequence_length,
-        max_tokens=config.tokens,
-        window=config.window,
-    )
+    pieces = read_paragraphs(tokens, config)
     counted = counted_tokens(tokens, pieces, config.count)
     halves = halves_of(pieces.rows[:, 0], counted)
     if halves is None:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from upcycle_core.activations.capture import router_inputs
 from upcycle_core.activations.moments import Moments
-from upcycle_core.corpora.batches import Batch, paragraph_batches, paragraphs, shard_of
+from upcycle_core.corpora.batches import (
+    Batch,
+    Paragraphs,
+    paragraph_batches,
+    paragraphs,
+    shard_of,
+)
 from upcycle_core.corpora.reader import TokenCorpus
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.errors import Fault, InputError
@@ -102,18 +108,22 @@ def collect_shard(
     return layout, collect(model, batches, layout, device=model.device, progress=progress)
 
 
+def read_paragraphs(corpus: TokenCorpus, config: StatisticsConfig) -> Paragraphs:
+    """What ``config`` reads of a split, all shards together."""
+    return paragraphs(
+        corpus,
+        sequence_length=config.sequence_length,
+        max_tokens=config.tokens,
+        window=config.window,
+    )
+
+
 def shard_batches(
     corpus: Path, config: StatisticsConfig, shard: int
 ) -> tuple[Iterator[Batch], int]:
     """The batches of one shard of a split, each within one fold, and how many tokens they have."""
     tokens = TokenCorpus(corpus)
-    everything = paragraphs(
-        tokens,
-        sequence_length=config.sequence_length,
-        max_tokens=config.tokens,
-        window=config.window,
-    )
-    pieces = shard_of(everything, shard, config.shards)
+    pieces = shard_of(read_paragraphs(tokens, config), shard, config.shards)
     size, count = config.batch_size, config.count
     return paragraph_batches(tokens, pieces, size, folds=config.parts, count=count), pieces.tokens
 
