@@ -23,6 +23,7 @@ from benchmarks.children import call_in_child
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 from benchmarks.models import save_word_tokenizer
 from benchmarks.training import Found, StepTimes, between
+from upcycle_core.allocator import kept_memory
 from upcycle_core.checkpoints.load import quiet_loading
 from upcycle_core.precision import arithmetic
 from upcycle_core.training.config import ExpertTrainingConfig
@@ -116,7 +117,7 @@ def ours(folder: Path, steps: int, method: Literal["full", "ffn", "lora"]) -> Fo
         log_steps=steps,
     )
     times = StepTimes()
-    with tempfile.TemporaryDirectory(prefix="training-") as place:
+    with kept_memory(), tempfile.TemporaryDirectory(prefix="training-") as place:  # as in pieces
         train_expert(
             folder,
             Random(steps * BATCH),

@@ -9,13 +9,14 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Of mallopt(3)."""
 LARGEST = 32 * 2**20
-"""Bytes of a block that is kept, the most that glibc allows."""
+"""Bytes of a block that is kept, the most that glibc allows where it maps blocks at all."""
 LARGE = 2**20
 DEFAULT = 128 * 1024
-NEVER = 2**31 - 1
+DEFAULT_MAX = 65536
+NEVER = -1
 
 
 @contextmanager
@@ -29,6 +30,21 @@ def kept_memory() -> Iterator[None]:
     finally:
         _set(MMAP_THRESHOLD, DEFAULT)
         _set(TRIM_THRESHOLD, DEFAULT)
+
+
+@contextmanager
+def all_kept() -> Iterator[None]:
+    """Within this context, in one of ``kept_memory``, blocks beyond ``LARGEST`` are kept too.
+
+    For what asks for the same large blocks over and over, as the steps of a training do: logits and
+    an embedding's gradient cost a third of a million page faults a step of a model of 135 million
+    parameters. Where sizes change, holes would be held that nothing fits into.
+    """
+    _set(MMAP_MAX, 0)
+    try:
+        yield
+    finally:
+        _set(MMAP_MAX, DEFAULT_MAX)
 
 
 def return_large_blocks() -> None:

@@ -9,11 +9,12 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc alone is told")
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-import resource, torch
+from contextlib import nullcontext
+import resource, sys, torch
 from infra.cluster.memory import held_bytes
-from upcycle_core.allocator import kept_memory, trim
+from upcycle_core.allocator import all_kept, kept_memory, trim
 
-SIZE = 16 * 2**20
+SIZE = int(sys.argv[1]) * 2**20
 PAGES = SIZE // resource.getpagesize()
 
 def faults_of(times):
@@ -25,7 +26,7 @@ def faults_of(times):
 with kept_memory():
     pass  # glibc raises its thresholds by itself until they are set
 outside = faults_of(4)
-with kept_memory():
+with kept_memory(), all_kept() if SIZE > 32 * 2**20 else nullcontext():
     faults_of(8)
     inside = faults_of(4)
     held = held_bytes()
@@ -35,7 +36,9 @@ assert held_bytes() < held - SIZE / 2
 """
 
 
-def test_memory_is_faulted_in_once():
+@pytest.mark.parametrize("megabytes", [16, 64])
+def test_memory_is_faulted_in_once(megabytes: int):
     """In a process of its own: what earlier tests have freed would be filled first."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", PROGRAM, str(megabytes)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -10,6 +10,7 @@ Train set them, and a directory of checkpoints that all of them see.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from upcycle_core.allocator import all_kept
 from upcycle_core.checkpoints.load import load_causal_lm, quiet_loading, stored_type
 from upcycle_core.checkpoints.tokenizer import copy_tokenizer
 from upcycle_core.precision import arithmetic, chosen
@@ -217,7 +219,8 @@ def train_subject(
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
     subject = load(device)
     progress = progress if workers.rank() == 0 else Silent()
-    with sliced_head(subject.network):
+    steady = nullcontext() if divided == "full" else all_kept()
+    with sliced_head(subject.network), steady:
         if divided == "full":
             halves, whole = subject.trainable.undecayed, subject.whole
             sharding.shard(subject.network, subject.kind, halves=halves, device=device, whole=whole)
