@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from infra.recipe.schema import Recipe
-from tasks.data.texts import missing_faults
+from tasks.data.texts import gone_models, missing_faults
 from tasks.recipes import load_recipe
 from upcycle_core.errors import InputError, raise_faults
 
 FLOWS = Path(__file__).resolve().parents[1]
 CHAT_PORT, SERVE_PORT = 8808, 8000
-READ_NO_TEXT = ("plan", "shrink", "tidy")
-"""Commands that a text which is gone does not stop."""
+GONE = {"plan": gone_models, "shrink": None, "tidy": None}
+"""What must not be gone for those that read no text; a plan reads models' headers."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,7 +77,8 @@ def look_first(words: Sequence[str]) -> None:
         return
     try:
         recipe = load(chosen)
-        raise_faults(() if command in READ_NO_TEXT else missing_faults(recipe))
+        gone = GONE.get(command, missing_faults)
+        raise_faults(gone(recipe) if gone else ())
     except InputError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -111,6 +111,20 @@ def test_a_text_that_is_gone_does_not_stop_who_reads_none(tmp_path):
         look_first(["python", "-m", "flows.grow", str(recipe), "python"])
 
 
+def test_a_plan_names_every_model_that_is_gone_and_asks_for_no_text(tmp_path, capsys):
+    values = yaml.safe_load((ROOT / "recipes" / "nightly.yaml").read_text())
+    values["folder"] = str(tmp_path)
+    for domain in values["domains"].values():
+        domain["expert"] = str(tmp_path / "gone")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    with pytest.raises(SystemExit):
+        look_first(["python", "-m", "flows.plan", str(recipe)])
+    *said, end = capsys.readouterr().err.split("\n")
+    gone = f" = '{tmp_path}/gone': there is no such file or folder; check the path"
+    assert (said, end) == ([f"domains.{name}.expert{gone}" for name in values["domains"]], "")
+
+
 @pytest.mark.parametrize(
     ("command", "words", "expected"),
     [
