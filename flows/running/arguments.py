@@ -18,6 +18,7 @@ from upcycle_core.errors import InputError, raise_faults
 
 FLOWS = Path(__file__).resolve().parents[1]
 CHAT_PORT, SERVE_PORT = 8808, 8000
+REBUILD = "make anew what later models build upon, too: tokenizer, seed, backbone"
 GONE = {"plan": gone_models, "shrink": None, "tidy": None}
 """What must not be gone for those that read no text; a plan reads models' headers."""
 
@@ -46,8 +47,12 @@ class Parser(argparse.ArgumentParser):
 def parser_of(command: str) -> Parser:
     """The parser of ``python -m flows.COMMAND``, described by the docstring of its module."""
     text = (FLOWS / f"{command}.py").read_text()
-    about = ast.get_docstring(ast.parse(text), clean=False)
-    parser = Parser(prog=f"python -m flows.{command}", description=about)
+    about = (ast.get_docstring(ast.parse(text)) or "").replace("``", "")
+    parser = Parser(
+        prog=f"python -m flows.{command}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     ARGUMENTS[command](parser)
     return parser
 
@@ -104,12 +109,12 @@ def _recipe_and(parser: Parser, add: str, **options: Any) -> None:
 
 def _dume(parser: Parser) -> None:
     _recipe(parser)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
+    parser.add_argument("--rebuild", action="store_true", help=REBUILD)
 
 
 def _remade(parser: Parser) -> None:
     _rows(parser)
-    parser.add_argument("--rebuild", action="store_true", help="what was built upon, too")
+    parser.add_argument("--rebuild", action="store_true", help=REBUILD)
 
 
 def _plan(parser: Parser) -> None:
@@ -262,7 +267,6 @@ def _serve(parser: Parser) -> None:
     from infra.serving.follower import Patience, Swap
     from tasks.serving.engines import Name
 
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="NAME@ALIAS, which is followed, or NAME/VERSION")
     parser.add_argument("--engine", choices=get_args(Name), default="transformers")
     about = f"of loopback ({SERVE_PORT}; 0: any)"

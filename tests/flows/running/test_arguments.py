@@ -44,6 +44,7 @@ def test_help_imports_nothing_heavy():
     assert done.returncode == 0
     assert "DUME end to end" in done.stdout
     assert "--rebuild" in done.stdout
+    assert "\npython -m flows.dume recipes/demo.yaml [--set" in done.stdout  # a line of its own
     assert not names & HEAVY
 
 
