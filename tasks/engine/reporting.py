@@ -1,4 +1,4 @@
-"""What people see while pieces run: a line and a bar every few seconds, and curves."""
+"""What people see while pieces run: a line and a bar, every few seconds at first, and curves."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 from infra.cluster.progress import ProgressReader
 
-LINE_SECONDS = 5.0
+LINE_SECONDS, LONGEST_SECONDS = 5.0, 60.0
+"""Between two lines, at first and in long work: a day of it is no log of 17,000 lines."""
+LINES = 30
+"""In between, one comes after this part of the time that the stage has run."""
 Show = Callable[[str, float, str], None]
 """Takes a label, how far it is in percent, and a line about it."""
 PACE_SECONDS = 60.0
@@ -56,12 +59,12 @@ class Bar:
 
     def line(self) -> str:
         """``training python: 120 of 200 steps, loss 2.41, 10,400 tokens/s, 0:12 left``."""
-        parts = [f"{self.what}: {self.done} of {self.total} {self.unit}"]
+        parts = [f"{self.what}: {self.done:,} of {self.total:,} {self.unit}"]
         parts += [_shown(key, value) for key, value in self.shown.items()]
         if self.marks and self.marks[0][1] < self.done < self.total:
             (start, before), (now, done) = self.marks[0], self.marks[-1]
             left = (now - start) / (done - before) * (self.total - done)
-            parts.append(f"{int(left) // 60}:{int(left) % 60:02d} left")
+            parts.append(f"{_clock(int(left))} left")
         return ", ".join(parts)
 
 
@@ -94,25 +97,30 @@ class PieceWatch:
         self.recorder = recorder
         self.show, self.is_shown = show, False
         self.recorded: set[tuple[str, int]] = set()
-        self.printed = time.monotonic()
+        self.moved: dict[str, None] = {}
+        self.began = self.printed = time.monotonic()
 
     def __call__(self, final: bool = False) -> None:
-        """Look at what is new; print a line for each piece that moved, now and then.
+        """Look at what is new; print a line for each piece that moved since the last one, now and
+        then.
 
         A stage of one piece also says where it ended.
         """
-        moved = [name for name in self.readers if self._read(name)]
+        self.moved |= dict.fromkeys(name for name in self.readers if self._read(name))
+        now = time.monotonic()
         if final:
             if self.is_shown:
                 self.show(self.label, 100.0, "done")
             moved = list(self.bars) if len(self.bars) == 1 else []
-        elif time.monotonic() - self.printed < LINE_SECONDS:
+        elif not self.moved or now - self.printed < _pause(now - self.began):
             return
-        self.printed = time.monotonic()
+        else:
+            moved = list(self.moved)
+        self.printed, self.moved = now, {}
         for name in moved:
             prefix = self.label if len(self.readers) == 1 else f"{self.label} {name}"
             self.log(f"{prefix} | {self.bars[name].line()}")
-        if moved and not final:
+        if not final:
             share = sum(bar.share for bar in self.bars.values()) / len(self.bars)
             self.show(self.label, round(100 * share, 1), self.bars[moved[-1]].line())
             self.is_shown = True
@@ -137,6 +145,18 @@ class PieceWatch:
         self.recorded |= {(f"{name}/{key}", event["step"]) for key in event["metrics"]}
         if values:
             recorder.log_metrics(values, step=event["step"])
+
+
+def _pause(seconds: float) -> float:
+    """Until the next line of what has run for ``seconds``."""
+    return min(LONGEST_SECONDS, max(LINE_SECONDS, seconds / LINES))
+
+
+def _clock(seconds: int) -> str:
+    """``0:12``, ``59:59``, ``26:03:59``."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _shown(key: str, value: float) -> str:

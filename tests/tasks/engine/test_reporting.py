@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,14 @@ class Recorder:
 @pytest.fixture
 def lines():
     return []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What time it is for who watches."""
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("tasks.engine.reporting.time", clock)
+    return clock
 
 
 def watch(path, lines, recorder=None):
@@ -47,6 +56,37 @@ def test_steps_of_more_than_a_minute_have_a_pace_too():
     bar.take({"done": 1, "shown": {}, "time": 100.0})
     bar.take({"done": 2, "shown": {}, "time": 200.0})
     assert bar.line() == "training: 2 of 4 steps, 3:20 left"
+
+
+def test_large_counts_and_hours_can_be_read():
+    bar = Bar()
+    bar.take({"start": "statistics", "total": 120_000, "unit": "tokens", "time": 0.0})
+    bar.take({"done": 1000, "shown": {}, "time": 60.0})
+    assert bar.line() == "statistics: 1,000 of 120,000 tokens, 1:59:00 left"
+
+
+def test_a_step_that_came_before_its_line_was_due_is_said_when_it_is(tmp_path, lines, clock):
+    """Steps of a large model are rare: hardly one falls into the last look before a line."""
+    looks, progress = watch(tmp_path / "p", lines), FileProgress(tmp_path / "p")
+    progress.start("training", 10)
+    for clock.seconds, expected in ((2.0, 0), (6.0, 1), (30.0, 1)):
+        looks()
+        assert len(lines) == expected
+    progress.finish()  # a step
+    looks()
+    assert len(lines) == 2  # nothing was said since 6.0: it is due at once
+
+
+def test_lines_of_long_work_come_once_a_minute(tmp_path, lines, clock):
+    looks, progress = watch(tmp_path / "p", lines), FileProgress(tmp_path / "p")
+    progress.start("training", 10**6)
+    for second in range(0, 2 * 3600, 4):
+        clock.seconds = float(second)
+        progress.finish()
+        looks()
+        if second == 120:
+            assert 14 <= len(lines) <= 24
+    assert 120 <= len(lines) <= 180
 
 
 def test_finished_piece_shows_its_end(tmp_path, lines):
