@@ -27,6 +27,8 @@ DEEP = 12
 """Layers of which each has a heat map of its own; of more, all share one."""
 WIDE = 60
 """Columns of all heat maps together, of fewer layers; of more, all share one."""
+PAGE = 12.0
+"""Inches across that a page shows, and a card in numbers that can be read."""
 TOLD = 20
 """Domains up to which a heat map's cells say their share."""
 REFERENCES = ("oracle", "model_averaging")
@@ -51,12 +53,10 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
         return
     for layer in range(len(per_domain[0])):
         maps[f"layer {layer}"] = [shares[layer] for shares in per_domain]
-    columns = min(len(maps), 6)
-    rows = math.ceil(len(maps) / columns)
-    side = 0.62 * len(names) + 0.55
-    with canvas.new_figure(
-        side * columns + 0.13 * max(map(len, names)) + 0.4, side * rows + 1.3
-    ) as figure:
+    side, margin = 0.62 * len(names) + 0.55, 0.13 * max(map(len, names)) + 0.4
+    rows = math.ceil(len(maps) / max(1, int((PAGE - margin) / side)))
+    columns = math.ceil(len(maps) / rows)
+    with canvas.new_figure(side * columns + margin, side * rows + 1.3) as figure:
         grid = figure.subplots(rows, columns, squeeze=False)
         for index, ax in enumerate(grid.flat):
             if index >= len(maps):
@@ -67,7 +67,7 @@ def draw_routing(counts: Mapping[str, routing.Counts], path: Path) -> None:
             canvas.heat_map(ax, shares, text=lambda share: f"{100 * share:.0f}")
             if index % columns == 0:
                 ax.set_yticks(range(len(names)), names)
-            if index >= columns * (rows - 1):
+            if index + columns >= len(maps):  # nothing below
                 canvas.name_columns(ax, names)
         figure.suptitle("Share of each domain's tokens (rows) sent to each expert (columns), %")
         canvas.save(figure, path)
@@ -139,8 +139,8 @@ def draw_sweep(
         ax.set_xlabel(_AXES[parameter])
         ax.set_ylabel("normalised average (%)")
         ax.grid(axis="y", color=canvas.GRID)
-        if len(curves) > 1:
-            ax.legend(frameon=False)
+        if len(curves) > 1:  # within the axes it would lie on a reference
+            figure.legend(loc="outside upper center", ncols=len(curves), frameon=False)
         canvas.save(figure, path)
 
 

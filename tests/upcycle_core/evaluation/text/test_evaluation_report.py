@@ -11,6 +11,7 @@ import pytest
 
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.report import canvas
+from upcycle_core.evaluation.report.page import SCALE
 from upcycle_core.evaluation.report.text import terminal_table
 from upcycle_core.evaluation.text import plots, results, routing
 from upcycle_core.evaluation.text.report import (
@@ -266,6 +267,25 @@ def test_every_layer_is_drawn_however_many(tmp_path, monkeypatch):
     assert drawn[1:] == [(f"layer {i}", (i + 1) / (i + 3)) for i in range(plots.DEEP)]
     assert drawn[0][0] == "all layers"
     assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("domains", "layers"), [(2, 12), (4, 4), (4, 11), (11, 4)])
+def test_the_heat_maps_of_all_layers_are_shown_whole(domains, layers, tmp_path):
+    counts = {f"documentation{i}": [[1] * domains] * layers for i in range(domains)}
+    plots.draw_routing(counts, tmp_path / "routing.png")
+    width = int.from_bytes((tmp_path / "routing.png").read_bytes()[16:20])
+    assert width * SCALE < 76 * 16  # of the page; one row of five maps was not
+
+
+def test_no_line_of_a_sweep_goes_through_its_legend(monkeypatch):
+    figures = []
+    monkeypatch.setattr(canvas, "save", lambda figure, path: figures.append(figure))
+    curves = {label: [(k, 95.0 + k / 4) for k in (1, 2, 4)] for label in ("DUME", "DUME OOD")}
+    plots.draw_sweep("top_k", curves, {"Oracle": 99.0, "Model averaging": 92.0}, Path("x.png"))
+    figures[0].draw_without_rendering()
+    ax = figures[0].axes[0]
+    legend = next(own for own in (*figures[0].legends, ax.get_legend()) if own)
+    assert not legend.get_window_extent().overlaps(ax.get_window_extent())
 
 
 def test_a_deep_model_has_a_line_a_domain_over_its_layers(tmp_path, monkeypatch):
