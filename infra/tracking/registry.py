@@ -301,11 +301,17 @@ class Registry:
         name, at, alias = reference.removeprefix(MODEL_SCHEME).partition("@")
         if not at:
             name, _, alias = name.partition("/")
-        for version in self.versions(name):
+        versions = self.versions(name)
+        for version in versions:
             if (alias in version.aliases) if at else (alias == str(version.number)):
                 version.need_files()
                 return version
-        remedy = "not in the registry; name a version: models:/NAME@champion or models:/NAME/NUMBER"
+        remedy = "not in the registry; name a version that is, models:/NAME@champion or "
+        remedy += "models:/NAME/NUMBER: MLflow lists them (make up)"
+        if versions:
+            aliases = sorted({f"@{alias}" for version in versions for alias in version.aliases})
+            numbers = [f"/{version.number}" for version in versions[-5:]]
+            remedy = f"not in the registry; of {name} there is {', '.join(aliases + numbers)}"
         raise InputError(Fault("model", reference, remedy))
 
     def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:

@@ -566,3 +566,12 @@ def test_a_tokenizer_alone_is_no_model(tracker, registry, checkpoint, tmp_path):
 def test_a_version_that_is_not_there_is_named(registry, tmp_path, reference):
     with pytest.raises(InputError, match="not in the registry; name a version"):
         registry.fetch(reference, tmp_path)
+
+
+def test_of_a_model_that_is_there_its_versions_and_aliases_are_named(tracker, registry, checkpoint):
+    with tracker.start_run("flow") as run:
+        version = registry.register("known", checkpoint, Registration(), run=run)
+    registry.set_alias(version, "champion")
+    for reference in ("models:/known@production", "models:/known/3"):
+        with pytest.raises(InputError, match=r"; of known there is @champion, /1$"):
+            registry.referenced(reference)
