@@ -22,6 +22,7 @@ from upcycle_core.corpora.conversations import (
     messages_of,
     present,
 )
+from upcycle_core.corpora.dataset import open_dataset
 from upcycle_core.corpora.distinct import Document
 from upcycle_core.corpora.harvest import MissingPackage, harvest_documents, harvest_files, has_files
 from upcycle_core.corpora.readers import checked_text, encodable, file_rows, read_txt
@@ -273,14 +274,11 @@ def _unread(error: Exception) -> str:
 
 
 def _open_dataset(source: Source, folder: Path | None):
-    import datasets
-
-    return datasets.load_dataset(
+    return open_dataset(
         _filled(str(source.dataset), folder),
-        source.subset,
+        subset=source.subset,
         split=source.split,
         revision=source.revision,
-        streaming=True,
     )
 
 

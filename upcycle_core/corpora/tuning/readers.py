@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upcycle_core.corpora.config import Source
+from upcycle_core.corpora.dataset import open_dataset
 from upcycle_core.corpora.families.catalogue import FAMILIES, generate
 from upcycle_core.corpora.sources import FOLDER, SHUFFLE_BUFFER, source_files, source_fingerprint
 from upcycle_core.corpora.tuning.config import InstructionsConfig, InstructionSource
@@ -107,16 +108,13 @@ def _streamed(
     name: str, source: InstructionSource, folder: Path | None, seed: int | None
 ) -> Iterator[Found]:
     """Records of a dataset; in the dataset's own order without a seed."""
-    import datasets
-
     number = -1
     try:
-        rows = datasets.load_dataset(
+        rows = open_dataset(
             _filled(str(source.dataset), folder),
-            source.subset,
+            subset=source.subset,
             split=source.split or "train",
             revision=source.revision,
-            streaming=True,
         )
         if seed is not None:
             rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
