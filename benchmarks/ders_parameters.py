@@ -275,8 +275,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.config is None:
         _print_paper()
-    else:
+        return
+    try:
         _print_one(options)
+    except InputError as error:
+        parser.error(str(error))
 
 
 def _print_paper() -> None:

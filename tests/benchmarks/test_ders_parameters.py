@@ -70,6 +70,10 @@ def test_the_command_prints_any_configuration(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr("sys.argv", ["ders_parameters", *arguments])
         ders_parameters.main()
         assert capsys.readouterr().out.split("\n")[-2].split() == expected
+    monkeypatch.setattr("sys.argv", ["ders_parameters", "--config", str(file)])
+    with pytest.raises(SystemExit):
+        ders_parameters.main()
+    assert "ders.rank = None: say how many" in capsys.readouterr().err
 
 
 def test_what_cannot_be_counted_is_an_error():
