@@ -34,6 +34,10 @@ OWN_KEYS = {
 """What Ray calls the resources that have keys of their own."""
 CALIBRATION = ("calibration", "elsewhere")
 """Texts that statistics are gathered on."""
+LEARNT = (".train", ".text")
+"""How the fields of texts end that are learnt from."""
+ON_FINISHED = ("statistics.count", "evaluation.loss")
+"""Settings that count tokens and train nothing."""
 
 
 def faults(recipe: Recipe) -> list[Fault]:
@@ -122,6 +126,20 @@ def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[F
 
 def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
     """Each setting that counts responses alone, with each text that it counts them in."""
+    return _counting(recipe, "responses")
+
+
+def learnt_whole(recipe: Recipe) -> dict[str, str]:
+    """Each text that a training learns all of, with the setting that says so."""
+    return {
+        text: setting
+        for setting, text, _ in _counting(recipe, "all")
+        if setting not in ON_FINISHED and text.endswith(LEARNT)
+    }
+
+
+def _counting(recipe: Recipe, wanted: Counted) -> Iterator[tuple[str, str, Source]]:
+    """Each setting that counts the ``wanted`` tokens, with each text that it counts them in."""
     everyone = tuple(recipe.domains)
     untrained = tuple(name for name in everyone if recipe.domains[name].expert is None)
     counts: dict[str, tuple[Counted, Sequence[str], Sequence[str]]] = {
@@ -130,7 +148,11 @@ def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
         "experts.training.loss": (recipe.experts.training.loss, untrained, ("train",)),
         "experts.continued.loss": (recipe.experts.continuing.loss, untrained, ("train",)),
     }
-    rows = {f"baselines.{name}.training": row.training for name, row in recipe.baselines.items()}
+    rows = {
+        f"baselines.{name}.training": row.training
+        for name, row in recipe.baselines.items()
+        if row.trains
+    }
     if recipe.post_training is not None:
         rows["post_training.training"] = recipe.post_training.training
     if recipe.seed_text is None and recipe.trains_seed:
@@ -141,14 +163,14 @@ def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
     if recipe.experts.continued is None:
         del counts["experts.continued.loss"]
     for setting, (count, names, parts) in counts.items():
-        for name, part in product(names, parts) if count == "responses" else ():
+        for name, part in product(names, parts) if count == wanted else ():
             given = getattr(recipe.domains[name], part) is not None
             text = part if given or part == "elsewhere" else "train"
             if (source := getattr(recipe.domains[name], text)) is not None:
                 yield setting, f"domains.{name}.{text}", source
-    if recipe.evaluation.loss == "responses":
+    if recipe.evaluation.loss == wanted:
         yield from (("evaluation.loss", f"outside.{n}", s) for n, s in recipe.outside.items())
-    if recipe.seed_text is not None and recipe.seed_model.training.loss == "responses":
+    if recipe.seed_text is not None and recipe.seed_model.training.loss == wanted:
         yield "seed_model.training.loss", "seed_model.text", recipe.seed_text
 
 

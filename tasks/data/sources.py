@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.recipe.checks import responses_asked
+from infra.recipe.checks import learnt_whole, responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import head_faults, rank_faults, repair_faults, type_faults, weight_faults
@@ -40,6 +40,7 @@ from upcycle_core.checkpoints.tokenizer import (
     token_ids,
 )
 from upcycle_core.corpora.chat_template import chat_template_of
+from upcycle_core.corpora.conversations import WEIGHT
 from upcycle_core.corpora.encoding import bos_faults
 from upcycle_core.corpora.shards import end_faults
 from upcycle_core.corpora.sources import (
@@ -273,7 +274,7 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
         remedy = "a tokenizer that is trained here has no chat template; start from a model, or "
         remedy += "read the records with a template of the text's own: '{prompt} {response}'"
         yield from (Fault(f"{field}.form", "chat", remedy) for field in chats)
-    counted = {field for _, field, _ in responses_asked(recipe)}
+    counted, whole = {field for _, field, _ in responses_asked(recipe)}, learnt_whole(recipe)
     rows = _rows(recipe, cache) if chats else None
     for reference in filter(None, models if chats else ()):
         template = chat_template_of(given_model(recipe, reference, cache))
@@ -284,6 +285,10 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
                     raise_faults(_beyond(ids, template.tokenizer, rows, "chat_template"))
                     if field in counted:
                         template.responses(chat, ids)
+                    if field in whole and any(WEIGHT in message for message in chat.messages):
+                        remedy = f"learns all that is said, and {chat.place} has a response of "
+                        remedy += "weight 0, which is not to be learnt: set responses"
+                        raise_faults([Fault(whole[field], "all", remedy)])
             except InputError as error:
                 yield from (_at(field, fault) for fault in error.faults)
 

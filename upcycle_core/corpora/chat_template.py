@@ -18,6 +18,7 @@ from upcycle_core.corpora.conversations import (
     OPENING,
     Conversation,
     Message,
+    is_learnt,
     thoughts_of,
     whole_text,
 )
@@ -136,6 +137,8 @@ class ChatTemplate:
     def responses(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Which of the ``ids`` of a chat are responses: what the template adds to what is asked.
 
+        Those of weight 0 are none.
+
         Where writing the prompt alone does not give a prefix of the whole, as in templates that
         shorten earlier turns, the template's own marks are used, if it has them.
 
@@ -144,7 +147,7 @@ class ChatTemplate:
         """
         found = [False] * len(ids)
         for i, message in enumerate(chat.messages):
-            if message["role"] != "assistant":
+            if not is_learnt(message):
                 continue
             with _refusals(chat):
                 before = self._written(chat.messages[:i], add_generation_prompt=True)
@@ -190,6 +193,8 @@ class ChatTemplate:
     def _marked(self, chat: Conversation, ids: list[int]) -> list[bool]:
         """Where the template says that the assistant speaks, and the end token behind."""
         template = self._template(chat.messages)
+        if any(m["role"] == "assistant" and not is_learnt(m) for m in chat.messages):
+            raise self._untold(chat, ids, "leave out responses of weight 0")
         if not GENERATION_BLOCK.search(template):
             more = "mark the assistant's text in the template with {% generation %}"
             raise self._untold(chat, ids, more)

@@ -9,7 +9,8 @@ A record is one of::
 
 Messages may hold what chat templates read beside these (``EXTRAS``), and a record ``tools`` and a
 system message (``system``). One of a prompt may hold earlier turns (``history``, a list of
-[question, answer]). OpenAI's older form, ``functions`` beside messages that hold ``function_call``
+[question, answer]). A response of ``weight`` 0 is there to be read and not learnt, as OpenAI has
+it. OpenAI's older form, ``functions`` beside messages that hold ``function_call``
 and are of the role ``function``, is brought to the newer.
 """
 
@@ -40,6 +41,8 @@ LISTS = ("tool_calls", "tools")
 of such, as columns of one type hold them."""
 EXTRAS = (*THOUGHTS, *LISTS, "tool_call_id", "name")
 """What of a message is kept beside who says what."""
+WEIGHT = "weight"
+"""OpenAI's, of a response: 0 where it is not learnt, else 1."""
 FORM = '{"prompt": ..., "response": ...} or {"messages": [...]}'
 FAULTS_SHOWN = 5
 """A file of the wrong form is wrong in every line."""
@@ -118,6 +121,11 @@ def place_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def present(row: dict[str, Any]) -> dict[str, Any]:
     """Fields that hold something: a Parquet file has all columns in every row."""
     return {name: value for name, value in row.items() if value is not None}
+
+
+def is_learnt(message: Message) -> bool:
+    """Whether it is a response, and one that is to be learnt."""
+    return message["role"] == "assistant" and message.get(WEIGHT) != 0
 
 
 def joined(messages: Sequence[Message]) -> str:
@@ -237,12 +245,15 @@ def _conversation(messages: Any, place: str) -> list[Message]:
     ]
     if any(_holds(message, CALL) for message in messages):  # what is returned is of that form too
         said = [m | {"role": "tool"} if m["role"] == "function" else m for m in said]
-    responses = [i for i, message in enumerate(said) if message["role"] == "assistant"]
-    if not responses or responses[0] == 0:
-        roles = [message["role"] for message in said]
+    roles = [message["role"] for message in said]
+    if "assistant" not in roles or roles[0] == "assistant":
         remedy = "a response (role assistant) must follow some prompt; mend or remove the record"
         raise InputError(Fault(f"{place}, messages", roles, remedy))
-    return said[: responses[-1] + 1]
+    learnt = [i for i, message in enumerate(said) if is_learnt(message)]
+    if not learnt:
+        remedy = "every response has weight 0, which leaves nothing to learn; remove the record"
+        raise InputError(Fault(f"{place}, messages", roles, remedy))
+    return said[: learnt[-1] + 1]
 
 
 def _message(message: dict[str, Any], place: str) -> Message:
@@ -252,12 +263,22 @@ def _message(message: dict[str, Any], place: str) -> Message:
         extras["tool_calls"] = [call]
     extras = {name: value for name, value in extras.items() if value}
     role, is_silent = _text(message, "role", place), _is_blank(message.get("content"))
+    if role == "assistant" and message.get(WEIGHT, 1) != 1:
+        extras[WEIGHT] = _no_weight(message[WEIGHT], place)
     may_be_silent = role in ("tool", "function") or extras.get("tool_calls")
     try:
         text = "" if may_be_silent and is_silent else _text(message, "content", place)
     except InputError as error:
         raise (Unanswered(*error.faults) if is_silent and role == "assistant" else error) from None
     return {"role": role, "content": text} | extras
+
+
+def _no_weight(value: Any, place: str) -> int:
+    """The weight of a response that is not learnt."""
+    if value != 0:
+        remedy = "must be 0, where the response is not to be learnt, or 1; mend or remove it"
+        raise InputError(Fault(f"{place}, {WEIGHT}", value, remedy))
+    return 0
 
 
 def _older_call(message: dict[str, Any], calls: Any, place: str) -> dict[str, Any] | None:

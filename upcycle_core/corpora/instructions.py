@@ -24,6 +24,7 @@ from upcycle_core.corpora.conversations import (
     THOUGHTS,
     Conversation,
     Message,
+    is_learnt,
     read_conversations,
 )
 from upcycle_core.corpora.encoding import prefix_ids
@@ -348,5 +349,5 @@ class _Encoder:
             text = message["content"] if is_response else message["content"] + "\n\n"
             more = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
             ids += [*more, self.end_id] if is_response else more
-            loss += [is_response] * (len(ids) - len(loss))
+            loss += [is_learnt(message)] * (len(ids) - len(loss))
         return _Encoded(ids, loss)

@@ -310,6 +310,27 @@ def test_the_piece_writes_the_seeds_tokens_without_what_domains_hold_out(tmp_pat
     ]
 
 
+def test_responses_that_are_not_to_be_learnt_are_in_no_text_that_is_learnt_whole(values, tmp_path):
+    rows = [json.loads(line) for line in (tmp_path / "letters.jsonl").read_text().splitlines()]
+    for row in rows:
+        unlearnt = {"role": "assistant", "content": "no", "weight": 0}
+        row["messages"] = [row["messages"][0], unlearnt, *row["messages"]]
+    path = tmp_path / "letters.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check(validate(values), tmp_path / "models")  # statistics train nothing
+    letters = values["domains"]["letters"]
+    values["seed_model"] = {"model": letters.pop("expert")}
+    letters["train"] = letters.pop("calibration")
+    training = {"sequence_length": 64, "steps": 2, "warmup_steps": 0}
+    values["experts"] = {"training": training}
+    (found,) = said(values, tmp_path).items()
+    assert found[0] == "domains.letters.train: experts.training.loss"
+    assert found[1].startswith("learns all that is said, and ")
+    assert "weight 0" in found[1]
+    training["loss"] = "responses"
+    check(validate(values), tmp_path / "models")
+
+
 def test_training_with_loss_on_responses_starts_at_their_loss(values, tmp_path):
     """One step; its loss is that of the weights that it starts from."""
     expert = tmp_path / "letters"

@@ -6,7 +6,7 @@ import re
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-from chat import save_chat_tokenizer
+from chat import CHATML, save_chat_tokenizer
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -22,8 +22,10 @@ from upcycle_core.corpora.conversations import (
 )
 from upcycle_core.corpora.documents import write_documents, write_texts
 from upcycle_core.corpora.encoding import asked, encoded
-from upcycle_core.corpora.instructions import _Encoder, response_opening
+from upcycle_core.corpora.instructions import _Encoder, encode_prompt, response_opening
 from upcycle_core.corpora.reader import read_chats
+from upcycle_core.corpora.tuning.config import InstructionSource
+from upcycle_core.corpora.tuning.records import checked
 from upcycle_core.errors import InputError
 from upcycle_core.evaluation.instructions.answers import _said
 
@@ -437,3 +439,50 @@ def test_an_answer_is_what_is_said_behind_what_the_template_opens_it_with(tokeni
     assert _said(" plain", "") == "plain"
     tokenizer.chat_template = CUTS
     assert response_opening(tokenizer) == ""
+
+
+def weighted(*weights):
+    """A chat whose responses say their number and have these weights; None for none."""
+    messages = []
+    for number, weight in enumerate(weights):
+        messages.append({"role": "user", "content": f"ask {number}"})
+        own = {} if weight is None else {"weight": weight}
+        messages.append({"role": "assistant", "content": f"say {number}", **own})
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_response_of_weight_0_is_read_and_not_learnt(tokenizer, template):
+    tokenizer.chat_template = template
+    chat = Conversation(messages_of(weighted(0, None, 0.0, 1, 0), "here"), "here")
+    row = _Encoder(tokenizer).encode(chat)
+    whole, learnt = (
+        tokenizer.decode([i for i, loss in zip(row.ids, row.loss, strict=True) if loss or every])
+        for every in (True, False)
+    )
+    assert [f"say {n}" in whole for n in range(5)] == [True, True, True, True, False]
+    assert [f"say {n}" in learnt for n in range(4)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(("weights", "says"), [((0, 0), "nothing to learn"), ((0.5,), "or 1")])
+def test_weights_that_leave_nothing_or_are_none_are_refused(weights, says):
+    with pytest.raises(InputError, match=says):
+        messages_of(weighted(*weights), "here")
+
+
+def test_where_the_template_tells_the_responses_weights_are_refused(tokenizer):
+    """What it marks may be fewer responses than there are."""
+    tokenizer.chat_template = "{% generation %}{{ messages | length }}{% endgeneration %}"
+    template = ChatTemplate(tokenizer)
+    chat = Conversation(messages_of(weighted(0, 1), "here"), "here")
+    with pytest.raises(InputError, match="leave out responses of weight 0"):
+        template.responses(chat, [1])
+
+
+def test_models_are_judged_by_the_first_response_that_is_learnt(tokenizer):
+    (record,) = checked(weighted(0, 1, 1), "here", "own", InstructionSource())
+    assert record.references == ("say 1",)
+    assert [message["content"] for message in record.asked] == ["ask 0", "say 0", "ask 1"]
+    asked_for = tokenizer.decode(encode_prompt(tokenizer, record.asked).ids)
+    assert "say 0" in asked_for
+    assert "say 1" not in asked_for

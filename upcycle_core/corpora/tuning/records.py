@@ -4,7 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from upcycle_core.corpora.conversations import EXTRAS, Message, Unanswered, messages_of, place_rows
+from upcycle_core.corpora.conversations import (
+    EXTRAS,
+    Message,
+    Unanswered,
+    is_learnt,
+    messages_of,
+    place_rows,
+)
 from upcycle_core.corpora.readers import is_text, is_written
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault, InputError
@@ -34,10 +41,14 @@ class Record(NamedTuple):
     @property
     def asked(self) -> tuple[Message, ...]:
         """What stands before the first response; nothing where that is what one user says."""
-        roles = [message["role"] for message in self.messages]
-        before = self.messages[: roles.index("assistant")] if roles else ()
-        is_plain = roles[:2] == ["user", "assistant"] and not set(EXTRAS) & before[0].keys()
-        return () if is_plain else before
+        before = self.messages[: first_response(self.messages)] if self.messages else ()
+        roles = [message["role"] for message in before]
+        return () if roles == ["user"] and not set(EXTRAS) & before[0].keys() else before
+
+
+def first_response(messages: Sequence[Message]) -> int:
+    """Place of the first response that is learnt, and that models are judged by."""
+    return next(i for i, message in enumerate(messages) if is_learnt(message))
 
 
 class LeftOut(NamedTuple):
@@ -95,7 +106,7 @@ def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSo
         answers = answers or _texts(row, "answer", place)
         row["answer"] = answers[0] if answers else None
     messages = messages_of(row, place)
-    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    first = first_response(messages)
     if "messages" not in row and first + 1 < len(messages):
         answers = ()  # to the prompt, and the first turn is what models are judged by
     response = messages[first]["content"]
