@@ -18,10 +18,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from upcycle_core.architectures.families import family_of
 from upcycle_core.checkpoints.copy import TEMPLATES
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.checkpoints.place import make_once
-from upcycle_core.checkpoints.reader import PICKLE_SUFFIXES
+from upcycle_core.checkpoints.reader import PICKLE_SUFFIXES, read_config
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.given.adapter import (
     ADAPTER_CONFIG,
@@ -31,9 +32,10 @@ from upcycle_core.given.adapter import (
     merge_adapter,
 )
 
+CONFIG = "config.json"
 # Configuration, tokenizer, safetensors; no pickle, no code, no other formats.
 WANTED = (
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
@@ -70,7 +72,8 @@ def resolve_model(
         known: Remembers hashes of files; by default those in ``cache_dir`` are.
 
     Raises:
-        InputError: It is not there, and why; it cannot be read; an adapter that does not fit.
+        InputError: It is not there, and why; it cannot be read; an adapter that does not fit; of a
+            repository, whose weights are not fetched then, a family that is not supported.
     """
     known = known or KnownFiles(cache_dir / FILE)
     if reference.endswith(GGUF):
@@ -84,16 +87,23 @@ def _directory(reference: str, cache_dir: Path, revision: str | None = None) -> 
     directory = _found(reference)
     if directory is not None and directory.is_dir():
         files = sorted(path.name for path in directory.glob(f"*{GGUF}"))
-        if files and not (directory / "config.json").is_file():
+        if files and not (directory / CONFIG).is_file():
             remedy = f"holds GGUF files; name one of them: {directory / files[0]}"
             raise InputError(Fault("model", reference, remedy))
         return directory
-    fetched = _fetched(
-        reference,
-        lambda: snapshot_download(
-            reference, revision=revision, cache_dir=cache_dir, allow_patterns=list(WANTED)
-        ),
-    )
+
+    def fetch(*patterns: str) -> Path:
+        where = {"revision": revision, "cache_dir": cache_dir}
+        return _fetched(
+            reference, lambda: snapshot_download(reference, allow_patterns=list(patterns), **where)
+        )
+
+    settings = fetch(CONFIG)
+    if (settings / CONFIG).is_file():  # an adapter has none
+        config, faults = read_config(settings, reference)
+        raise_faults(faults)
+        family_of(config, field="config.model_type")  # before its weights are fetched
+    fetched = fetch(*WANTED)
     if not any(fetched.glob("*.safetensors")):
         raise_faults(_pickles(reference))
     return fetched

@@ -23,7 +23,7 @@ def test_a_hub_name_is_fetched_without_pickle_or_code(tmp_path, monkeypatch):
 
     def snapshot(name, **options):
         asked.update(options, name=name)
-        (tmp_path / "snapshot").mkdir()
+        (tmp_path / "snapshot").mkdir(exist_ok=True)
         (tmp_path / "snapshot" / "model.safetensors").touch()
         return str(tmp_path / "snapshot")
 
@@ -43,6 +43,20 @@ def test_a_hub_name_is_fetched_without_pickle_or_code(tmp_path, monkeypatch):
         assert any(Path(name).match(pattern) for pattern in wanted)
 
 
+def test_of_a_family_that_is_not_supported_no_weights_are_fetched(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    asked = []
+
+    def snapshot(name, *, allow_patterns, **_):
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(resolve, "snapshot_download", snapshot)
+    with pytest.raises(InputError, match=r"config\.model_type = 'mamba': is not supported"):
+        resolve.resolve_model("owner/name", tmp_path / "cache")
+    assert asked == ["config.json"]
+
+
 class Unreachable(Exception):
     """As clients of the hub have them, which are no OSError."""
 
@@ -50,7 +64,7 @@ class Unreachable(Exception):
 @pytest.mark.parametrize("files", [["pytorch_model.bin", "config.json"], ["config.json"], None])
 def test_a_repository_of_pickles_is_named(tmp_path, monkeypatch, files):
     """What is fetched holds no pickles, so that it cannot say why it holds no weights."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
     def listed(name):
         if files is None:
