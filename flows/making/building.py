@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from prefect.runtime import deployment
 from prefect.states import State
 
-from flows.making.change import end_change
+from flows.making.change import domain_faults, end_change
 from flows.pages.model import publish_artifacts, summary
 from flows.pages.tasks import publish_tasks
 from flows.running.command_line import SUMMARY
@@ -18,14 +19,14 @@ from tasks.engine.artifacts import FORMS
 from tasks.engine.stage import Stage
 from tasks.living.freshness import outdated
 from tasks.living.lineage import forget
-from tasks.methods import COMPARISON, TASKS, own_models, scored_models, stages_of
+from tasks.methods import COMPARISON, METHODS, TASKS, own_models, scored_models, stages_of
 from tasks.planning.made import EVERYTHING, Aim
 from tasks.release.champion import standing_champion
 from tasks.release.comparable import champion_faults
 from tasks.release.register import register
 from tasks.release.task_table import task_table
 from tasks.release.versions import MODEL_TAG, Outcome, newest
-from upcycle_core.errors import raise_faults
+from upcycle_core.errors import Fault, raise_faults
 
 Build = Callable[..., Outcome]
 """What brings a session's model up to date and registers it; see ``build_stages``."""
@@ -52,12 +53,27 @@ def made(
         The registered version, ``models:/NAME/NUMBER``.
     """
     with open_session(flow_name, recipe, begun=anew_if(rebuild), aim=aim) as session:
+        if deployment.id is not None and not rebuild:
+            raise_faults(stale_faults(session))
         if rebuild:
             forget(session.workspace)
             session.adopt(replace(recipe, lineage=None))
         outcome = (build or build_stages)(session)
         end_change(session)
         return session.completed(words_of(outcome), outcome.version.reference)
+
+
+def stale_faults(session: FlowSession) -> list[Fault]:
+    """Domains that came or left since: a deployment holds its recipe as it was, and would undo it.
+
+    Args:
+        session: The workspace is held. A model that is not yet built upon is what its recipe says.
+    """
+    life = METHODS[session.recipe.method].life
+    if life is None or session.recipe.lineage is None:
+        return []
+    own, known = life(), life().modelled(session.workspace)
+    return domain_faults(own.section, own.parts(session.recipe), known) if known else []
 
 
 def build_stages(
