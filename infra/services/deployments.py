@@ -196,7 +196,12 @@ def _check(
     is_here = pool is None or pool.job_variables is None
     if pool is not None and not is_here:
         print(f"Texts and models of {recipe} are not looked at: the pool {pool.name} has its own.")
-    return check_recipe(settings, recipe, added, changes, sees_paths=is_here)
+    lives = check_recipe(settings, recipe, added, changes, sees_paths=is_here)
+    loaded = load_recipe(recipe, changes, added=added)
+    if lives and loaded.compute.limit_hours is None:
+        said = "a night that hangs would keep all later ones waiting, and nobody is told"
+        print(f"{loaded.name} has no compute.limit_hours: {said}.")
+    return lives
 
 
 def _said(

@@ -388,6 +388,14 @@ def test_whoever_deploys_again_keeps_notice_and_pool(serving):
     assert server.kept[NIGHT].work_pool_name == "local"
 
 
+def test_nights_without_an_end_are_said(serving, capsys):
+    _, again = serving
+    again()
+    assert "nightly has no compute.limit_hours" in capsys.readouterr().out
+    again("compute.limit_hours=20")
+    assert "limit_hours" not in capsys.readouterr().out
+
+
 def test_the_deployments_of_another_home_are_not_taken_over(serving, tmp_path):
     """Two teams may have a recipe of one name on one server: one's nights would end unsaid."""
     server, again = serving
