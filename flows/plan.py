@@ -18,6 +18,7 @@ import sys
 
 from flows.running.arguments import load, parser_of
 from flows.running.command_line import command
+from flows.running.planned import in_vain
 from infra import settings as environment
 from infra.cluster.memory import held_bytes
 from tasks.engine.workspace import Workspace
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(made.table())
     print(made.places())
     print(made.summary())
+    for line in in_vain(recipe):
+        print(line)
     # Of a cluster that is named the machines are not known, unless they are described.
     is_local = settings.ray_address == "local" or bool(chosen.machine)
     raise_faults(made.faults(is_local=is_local))

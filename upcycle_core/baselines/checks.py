@@ -42,6 +42,9 @@ def baseline_faults(
         yield Fault(f"{field}.copies", baseline.copies, remedy)
     if baseline.start == "experts" and method != "drop-upcycling":
         yield Fault(f"{field}.start", "experts", f"is for drop-upcycling; {method} has its own")
+    if baseline.reinitialised != Baseline.reinitialised and method != "drop-upcycling":
+        remedy = f"is for drop-upcycling; {method} draws nothing anew: remove it"
+        yield Fault(f"{field}.reinitialised", baseline.reinitialised, remedy)
     if method == "full-finetune" and tuple(baseline.objective.trainable) != ("all",):
         remedy = "a dense model is trained whole; use [all]"
         yield Fault(f"{field}.objective.trainable", list(baseline.objective.trainable), remedy)

@@ -124,6 +124,7 @@ def test_a_valid_recipe_has_no_fault():
         ("baselines.drop", {"method": "drop-upcycling"}, "baselines.drop.start"),
         ("baselines.harmonised", {"method": "btx"}, "baselines.harmonised"),
         ("baselines.more", {"method": "btx", "seed_expert": True}, "baselines.more.seed_expert"),
+        ("baselines.more", {"method": "btx", "reinitialised": 0.2}, "baselines.more.reinitialised"),
         ("symphony.rope", "anchor", "symphony.rope"),
         (
             "baselines.dense",
