@@ -390,9 +390,9 @@ def test_whoever_deploys_again_keeps_notice_and_pool(serving):
 
 def test_nights_without_an_end_are_said(serving, capsys):
     _, again = serving
-    again()
+    again("compute.limit_hours=null")
     assert "nightly has no compute.limit_hours" in capsys.readouterr().out
-    again("compute.limit_hours=20")
+    again()
     assert "limit_hours" not in capsys.readouterr().out
 
 
