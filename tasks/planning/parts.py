@@ -10,13 +10,13 @@ import torch
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_type
-from tasks.planning.row import FP32, Planned, copied, dividing
+from tasks.planning.lighter import Lighter, method_of, worker_bytes
+from tasks.planning.row import FP32, Planned
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.planning import work
-from upcycle_core.planning.estimate import training_bytes
 from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
-from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
+from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
 
 MOMENTS = 2
 CHECKPOINTS = 3
@@ -26,12 +26,6 @@ BYTES_A_TOKEN = 4
 """Of text in a language with a Latin script."""
 STORED_TEXT = 0.45
 """Of documents as Parquet, of their text's size."""
-SMALLER: Mapping[ExpertMethod | None, tuple[ExpertMethod, ...]] = {
-    "full": ("ffn", "lora"),
-    "layers": ("ffn", "lora"),
-    "ffn": ("lora",),
-}
-"""Ways to train an expert that hold less. What is no expert has one way."""
 
 
 @dataclass(frozen=True)
@@ -156,16 +150,8 @@ def training(
         where: The section of a recipe that says how.
         kind: The section of ``compute`` that says with what.
     """
-    own = config.method if isinstance(config, ExpertTrainingConfig) else None
-    method: ExpertMethod = own or "full"
+    method = method_of(config) or "full"
     trained = trained_parameters(shape, method)
-    workers = dividing(resources)
-    smaller = [f"{where}.method = {other}" for other in SMALLER.get(own, ())]
-    if config.batch_size > 1:
-        smaller.append(f"a smaller {where}.batch_size, with gradient_accumulation")
-    if workers == 1:
-        smaller.append(f"compute.{kind}.sharding = full, with workers on several machines")
-    needed = training_bytes(shape, config, device=resources.device, workers=workers)
     itemsize = shape.itemsize if method == "lora" else FP32
     # What is frozen is written as well, in its own type.
     whole = itemsize * shape.whole
@@ -177,10 +163,10 @@ def training(
         kept=itemsize * shape.whole,
         each=checkpoints_at_once(config) * checkpoint,
         written=itemsize * shape.whole + -(-config.steps // config.checkpoint_steps) * checkpoint,
-        memory=needed + copied(resources, trained),
+        memory=worker_bytes(shape, config, resources),
         flops=work.training_flops(shape, config),
         precision=config.precision,
-        remedies=smaller,
+        lighter=Lighter(shape, config, resources, where, kind),
     )
 
 

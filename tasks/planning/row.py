@@ -1,6 +1,6 @@
 """A row of a plan: what one stage will need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from infra.cluster.memory import GPU_SHARE
@@ -37,6 +37,8 @@ class Planned:
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
         remedies: What makes a piece smaller, beside fewer at once.
+        lighter: From the bytes that a piece or worker may hold and the machine's GPUs to settings
+            with which it does.
         linked: Bytes of what is kept that are the files of given models themselves.
         made: How many of its items are there, and are not made again.
         rest: What those that are not need, where items are not alike; their share of all by
@@ -64,6 +66,7 @@ class Planned:
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
     remedies: Sequence[str] = ()
+    lighter: Callable[[int, int], Sequence[str]] | None = None
     linked: int = 0
     made: int = 0
     rest: "Planned | None" = None
@@ -211,6 +214,9 @@ class Planned:
         said += f"{gigabytes(there)} to plan with" if self.resources.gpus else gigabytes(there)
         fewer = there // needed
         remedies = list(self.remedies)
+        if self.lighter is not None:
+            most = there if self.resources.gpus else there // self.workers - base
+            remedies += self.lighter(most, machine.gpus)
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
             remedies.append(f"compute.{self.kind}.streamed = auto")
         if self.workers > 1 and dividing(self.resources) == 1 and fewer and not self.resources.gpus:

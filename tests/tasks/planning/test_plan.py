@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import yaml
 from forms import change_json, save_adapter, save_bpe_model, save_gguf
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from pico import pico_config
@@ -464,10 +465,40 @@ def test_a_seed_that_does_not_fit_is_not_told_of_experts(tmp_path, llama):
     small = Machine(memory=10**9, cpus=8, disk=10**13)
     found = faults(made(tmp_path, llama, ready=False, machine=small, seed_model={}))
     _, remedy = found["compute.seed"]
-    assert "a smaller seed_model.training.batch_size" in remedy
+    assert "seed_model.training.batch_size = 1" in remedy
     assert "compute.seed.sharding = full" in remedy
     assert "experts" not in remedy
     assert "method" not in remedy
+
+
+@pytest.mark.parametrize(
+    ("gpu", "workers", "said"),
+    [
+        (80, 1, ["experts.training.method = lora", "compute.experts.workers = 4 and sharding"]),
+        (160, 2, ["compute.experts.workers = 2 and sharding"]),
+        (20, 1, ["experts.training.gradient_checkpointing = true and"]),
+    ],
+)
+def test_each_setting_that_is_named_makes_a_training_fit(tmp_path, llama, gpu, workers, said):
+    machine = Machine(10**12, 64, 10**13, gpus=4, gpu_memory=gpu * 10**9)
+    full = {"batch_size": 2, "sequence_length": 512, "gradient_accumulation": 4}
+    compute = {"experts": {"gpus": 1, "workers": workers}}
+
+    def of(training, compute):
+        sections = {"experts": {"training": training}, "compute": {"experts": compute}}
+        return faults(made(tmp_path, llama, ready=False, machine=machine, **sections))
+
+    _, remedy = of(full, compute["experts"])["compute.experts"]
+    for beginning in said:
+        assert beginning in remedy
+    for setting in remedy.split(" or "):
+        if "several machines" in setting:
+            continue
+        changes = dict(re.findall(r"(\w+) = (\w+)", setting))
+        parsed = {name: yaml.safe_load(value) for name, value in changes.items()}
+        mine = {name: parsed[name] for name in parsed if name in ("workers", "sharding")}
+        rest = {name: parsed[name] for name in parsed if name not in mine}
+        assert "compute.experts" not in of(full | rest, compute["experts"] | mine), setting
 
 
 def test_a_method_without_a_plan_is_refused(tmp_path, llama, monkeypatch):

@@ -1,0 +1,103 @@
+"""Settings with which a training would fit, found where it does not."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from infra.recipe.resources import WorkerResources
+from tasks.planning.row import copied, dividing, gigabytes
+from upcycle_core.planning.estimate import training_bytes
+from upcycle_core.planning.rehearsal import trained_parameters
+from upcycle_core.planning.shape import Shape
+from upcycle_core.training.checks import LARGEST_BF16_BETA
+from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
+
+SMALLER: Mapping[ExpertMethod | None, tuple[ExpertMethod, ...]] = MappingProxyType(
+    {"full": ("ffn", "lora"), "layers": ("ffn", "lora"), "ffn": ("lora",)}
+)
+"""Ways to train an expert that hold less, the lightest last. What is no expert has one way."""
+DOUBLINGS = 6
+"""Of workers, from one to as many GPUs as a machine has."""
+
+
+def method_of(config: TrainingConfig) -> ExpertMethod | None:
+    """How an expert is trained; None of what is none."""
+    return config.method if isinstance(config, ExpertTrainingConfig) else None
+
+
+def worker_bytes(shape: Shape, config: TrainingConfig, resources: WorkerResources) -> int:
+    """Bytes of memory of one worker of a training at its peak."""
+    divided, device = dividing(resources), resources.device
+    needed = training_bytes(shape, config, device=device, workers=divided)
+    return needed + copied(resources, trained_parameters(shape, method_of(config) or "full"))
+
+
+@dataclass(frozen=True)
+class Lighter:
+    """What says the settings with which a training fits, each with what a worker holds then.
+
+    A rehearsal of each takes a second: it is asked where a training does not fit.
+
+    Args:
+        shape: What is trained.
+        config: How.
+        resources: Of a worker.
+        where: The section of a recipe that says how.
+        kind: The section of ``compute`` that says with what.
+    """
+
+    shape: Shape
+    config: TrainingConfig
+    resources: WorkerResources
+    where: str
+    kind: str
+
+    def __call__(self, there: int, gpus: int) -> list[str]:
+        """The settings.
+
+        Args:
+            there: Bytes that a worker may hold.
+            gpus: Of the machine.
+        """
+        changes = self._changes()
+        found = [*self._fitting(changes, there)]
+        if not found and changes:  # none alone: all of them
+            found = [*self._fitting([{k: v for each in changes for k, v in each.items()}], there)]
+        return [*found, *self._divided(there, gpus)]
+
+    def _changes(self) -> list[dict[str, Any]]:
+        config = self.config
+        found: list[dict[str, Any]] = []
+        if not config.gradient_checkpointing:
+            found.append({"gradient_checkpointing": True})
+        if config.batch_size > 1:
+            found.append({"batch_size": 1})
+        slowest = max(config.adam_beta1, config.adam_beta2)
+        if config.optimizer_state == "fp32" and slowest <= LARGEST_BF16_BETA:
+            found.append({"optimizer_state": "bf16"})
+        return found + [{"method": method} for method in SMALLER.get(method_of(config), ())]
+
+    def _fitting(self, changes: list[dict[str, Any]], there: int) -> Iterator[str]:
+        for each in changes:
+            size = worker_bytes(self.shape, replace(self.config, **each), self.resources)
+            if size <= there:
+                said = (f"{self.where}.{name} = {_said(value)}" for name, value in each.items())
+                yield f"{' and '.join(said)} (then {gigabytes(size)})"
+
+    def _divided(self, there: int, gpus: int) -> Iterator[str]:
+        """More workers, who divide what it holds, on this machine's GPUs or on several machines."""
+        own, count = self.resources, int(gpus / self.resources.gpus) if self.resources.gpus else 0
+        workers = [2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count]
+        for n in workers:
+            size = worker_bytes(self.shape, self.config, replace(own, workers=n, sharding="full"))
+            if size <= there:
+                said = f"compute.{self.kind}.workers = {n} and sharding = full (then "
+                yield f"{said}{gigabytes(size)} each; gradient_accumulation a multiple of {n})"
+                return
+        if dividing(own) == 1:
+            yield f"compute.{self.kind}.sharding = full, with workers on several machines"
+
+
+def _said(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
