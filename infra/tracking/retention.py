@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from infra.tracking.locations import local_folder
 from infra.tracking.private import delete_files, deletion
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
-from infra.tracking.runs import is_copy, model_id_of, open_database
+from infra.tracking.runs import if_there, is_copy, model_id_of, open_database
 
 PARENT = "mlflow.parentRunId"
 OURS = "upcycle.recipe"
@@ -140,10 +141,12 @@ class Records:
         and its model, unless another version has the same."""
         with self._unread(version) as is_free:
             with self._registry.alone(version.name):
-                now = self._client.get_model_version(version.name, str(version.number))
-                if now.aliases or not is_free:
+                named = (version.name, str(version.number))
+                now = if_there(partial(self._client.get_model_version, *named))
+                if not is_free or (now is not None and now.aliases):
                     return False
-                self._client.delete_model_version(version.name, str(version.number))
+                if now is not None:  # nobody has deleted it in MLflow meanwhile
+                    self._client.delete_model_version(*named)
             if version.model_id not in {model for _, model in self._stored()}:
                 self.delete_model(version.model_id)
             return True

@@ -207,6 +207,17 @@ def test_a_version_that_is_being_made_champion_is_not_deleted(place):
     assert deleted == [False]
 
 
+def test_a_version_that_somebody_deletes_meanwhile_ends_no_tidying(place):
+    versions = [place.version(place.run()) for _ in range(2)]
+    (found,) = place.past().versions
+    files = place.records().model_files(found.model_id)
+    place.client.delete_model_version(place.name, str(found.number))
+    assert place.records().delete_version(found)
+    assert files
+    assert not any(file.exists() for file in files)
+    assert [v.number for v in place.past().kept] == [v.number for v in versions[1:]]
+
+
 def test_a_model_that_somebody_promoted_or_registered_elsewhere_stays(place):
     """Under the other name it may be what everybody uses."""
     made = [place.version(place.run()) for _ in range(4)]
