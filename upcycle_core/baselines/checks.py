@@ -35,16 +35,7 @@ def baseline_faults(
     if method != "ders" and "shared_base" in baseline.objective.trainable:
         remedy = f"{method} has no shared base; remove it"
         yield Fault(f"{field}.objective.trainable", "shared_base", remedy)
-    if baseline.seed_expert and method not in ("btx", "bam"):
-        yield Fault(f"{field}.seed_expert", True, f"{method} has no such expert; btx and bam have")
-    if baseline.copies and not (experts and not baseline.uses_experts):
-        remedy = f"{method} copies no FFN here; remove it"
-        yield Fault(f"{field}.copies", baseline.copies, remedy)
-    if baseline.start == "experts" and method != "drop-upcycling":
-        yield Fault(f"{field}.start", "experts", f"is for drop-upcycling; {method} has its own")
-    if baseline.reinitialised != Baseline.reinitialised and method != "drop-upcycling":
-        remedy = f"is for drop-upcycling; {method} draws nothing anew: remove it"
-        yield Fault(f"{field}.reinitialised", baseline.reinitialised, remedy)
+    yield from _of_others(baseline, field)
     if method == "full-finetune" and tuple(baseline.objective.trainable) != ("all",):
         remedy = "a dense model is trained whole; use [all]"
         yield Fault(f"{field}.objective.trainable", list(baseline.objective.trainable), remedy)
@@ -69,6 +60,21 @@ def baseline_faults(
             yield Fault(f"{field}.objective.domain_weights", name, remedy)
     weights = baseline.objective.domain_weights
     yield from weight_faults(weights, domains, f"{field}.objective.domain_weights")
+
+
+def _of_others(baseline: Baseline, field: str) -> Iterator[Fault]:
+    """Settings of how experts begin that other methods have."""
+    method, experts = baseline.method, baseline.experts(1)
+    if baseline.seed_expert and method not in ("btx", "bam"):
+        yield Fault(f"{field}.seed_expert", True, f"{method} has no such expert; btx and bam have")
+    if baseline.copies and not (experts and not baseline.uses_experts):
+        remedy = f"{method} copies no FFN here; remove it"
+        yield Fault(f"{field}.copies", baseline.copies, remedy)
+    if baseline.start == "experts" and method != "drop-upcycling":
+        yield Fault(f"{field}.start", "experts", f"is for drop-upcycling; {method} has its own")
+    if baseline.reinitialised != Baseline.reinitialised and method != "drop-upcycling":
+        remedy = f"is for drop-upcycling; {method} draws nothing anew: remove it"
+        yield Fault(f"{field}.reinitialised", baseline.reinitialised, remedy)
 
 
 def _router_faults(baseline: Baseline, field: str) -> Iterator[Fault]:
