@@ -93,9 +93,11 @@ def _directory(reference: str, cache_dir: Path, revision: str | None = None) -> 
         return directory
 
     def fetch(*patterns: str) -> Path:
-        where = {"revision": revision, "cache_dir": cache_dir}
         return _fetched(
-            reference, lambda: snapshot_download(reference, allow_patterns=list(patterns), **where)
+            reference,
+            lambda: snapshot_download(
+                reference, revision=revision, cache_dir=cache_dir, allow_patterns=list(patterns)
+            ),
         )
 
     settings = fetch(CONFIG)
