@@ -12,6 +12,9 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.memory import cores
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+COUNTS = ("cpus", "gpus")
+SMALLEST = 10**6
+"""Bytes; who says less has left the unit out."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 
 
@@ -61,7 +64,7 @@ class Machine:
         """The machine with ``memory=24GB``, ``cpus=2``, ... in place of what it has.
 
         Raises:
-            InputError: No such part, or no such amount.
+            InputError: No such part, no such amount, or GPUs without their memory.
         """
         machine, faults = self, []
         for change in changes:
@@ -72,7 +75,15 @@ class Machine:
                 remedy = f"say PART=AMOUNT, as memory=24GB or cpus=2; parts are {parts}"
                 faults.append(Fault("--machine", change, remedy))
                 continue
+            if name not in COUNTS and 0 < amount < SMALLEST:
+                faults.append(
+                    Fault("--machine", change, f"is {amount:g} bytes; give a unit, as 24GB")
+                )
+                continue
             machine = replace(machine, **{name: int(amount)})
+        if machine.gpus and not machine.gpu_memory and not faults:
+            remedy = "say how much memory each has, as gpu_memory=80GB"
+            faults.append(Fault("--machine", f"gpus={machine.gpus}", remedy))
         if faults:
             raise InputError(*faults)
         return machine

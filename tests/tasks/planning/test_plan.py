@@ -621,6 +621,19 @@ def test_another_machine_is_described_in_words():
     assert "cpus=many" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["memory=24"], r"memory=24'?: is 24 bytes; give a unit, as 24GB"),
+        (["gpus=2"], r"gpus=2'?: say how much memory each has, as gpu_memory=80GB"),
+        (["gpus=1", "gpu_memory=80"], r"is 80 bytes; give a unit, as 24GB"),
+    ],
+)
+def test_a_machine_that_is_half_described_is_refused(changes, said):
+    with pytest.raises(InputError, match=said):
+        Machine(memory=1, cpus=1, disk=1).changed(changes)
+
+
 def test_checkpoints_of_an_adapter_hold_the_frozen_weights_too():
     shape = Shape.of_config(pico_config().to_dict(), 2)
     planned = training(shape, ExpertTrainingConfig(method="lora"), WorkerResources())
