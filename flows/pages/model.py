@@ -192,9 +192,17 @@ Model     {session.workspace.path("model")}
 Report    {report / PAGE}
 Registry  {version.reference} ({", ".join(version.aliases) or "no alias"}): {outcome.verdict}
 
-See runs and models:  make up      (then open the two addresses that it prints)
+See runs and models:  {_where(session, version)}
 Generate text:        .venv/bin/python -m flows.generate {version.name}@{alias} "The first"
 """
+
+
+def _where(session: FlowSession, version: Version) -> str:
+    """Pages of the servers that run, or what starts them."""
+    prefect, mlflow = session.settings.prefect_api_url, session.settings.mlflow_url
+    if prefect is None or mlflow is None:
+        return "make up      (then open the two addresses that it prints)"
+    return f"{prefect.removesuffix('/api')} and {_pages(session, version)['version'][0]}"
 
 
 def _pages(session: FlowSession, version: Version) -> dict[str, tuple[str, str]]:

@@ -3,7 +3,9 @@
 import re
 from types import SimpleNamespace
 
-from flows.pages.model import log_report
+import pytest
+
+from flows.pages.model import log_report, summary
 from upcycle_core.evaluation.report.files import write_report
 from upcycle_core.evaluation.report.parts import Report, Section, Table
 
@@ -39,3 +41,21 @@ def test_the_logged_page_names_version_date_and_commit_and_the_artifact_does_not
     page = run.files["report/report.html"]
     assert "models:/" not in page
     assert page.count('</p>\n<p class="note">It took 3 &lt; 4 s.</p>') == 1
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_summary_names_the_pages_of_servers_that_run_and_else_what_starts_them(tmp_path, runs):
+    (tmp_path / "table.txt").write_text("scores")
+    prefect, mlflow = ("http://here:1", "http://here:2") if runs else (None, None)
+    session = SimpleNamespace(
+        workspace=SimpleNamespace(path=lambda name: tmp_path),
+        timings=lambda: {"wall": 1.0, "pieces": 1.0, "stages": {}},
+        settings=SimpleNamespace(
+            prefect_api_url=prefect and f"{prefect}/api", mlflow_url=mlflow, mlflow_pages=mlflow
+        ),
+        run=SimpleNamespace(page="/#/run"),
+    )
+    version = SimpleNamespace(reference="models:/moe/3", name="moe", number=3, aliases=())
+    said = summary(session, SimpleNamespace(version=version, verdict="the first"))
+    assert ("make up" in said) is not runs
+    assert (f"{prefect} and {mlflow}/#/models/moe/versions/3?" in said) is runs
