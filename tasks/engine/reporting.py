@@ -117,10 +117,11 @@ class PieceWatch:
         else:
             moved = list(self.moved)
         self.printed, self.moved = now, {}
+        moved = [name for name in moved if self.bars[name].what]  # nothing else is counted
         for name in moved:
             prefix = self.label if len(self.readers) == 1 else f"{self.label} {name}"
             self.log(f"{prefix} | {self.bars[name].line()}")
-        if not final:
+        if moved and not final:
             share = sum(bar.share for bar in self.bars.values()) / len(self.bars)
             self.show(self.label, round(100 * share, 1), self.bars[moved[-1]].line())
             self.is_shown = True

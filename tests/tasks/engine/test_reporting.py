@@ -99,6 +99,12 @@ def test_finished_piece_shows_its_end(tmp_path, lines):
     assert lines == ["experts law | training: 3 of 3 steps, loss 1.000"]
 
 
+def test_a_piece_that_counts_nothing_has_no_line(tmp_path, lines):
+    FileProgress(tmp_path / "p").finish()
+    watch(tmp_path / "p", lines)(final=True)
+    assert lines == []
+
+
 def test_points_that_a_killed_piece_repeats_are_recorded_once(tmp_path, lines):
     recorder = Recorder()
     follow = watch(tmp_path / "p", lines, recorder)
