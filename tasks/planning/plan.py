@@ -217,7 +217,7 @@ class Plan:
             return "not known without rates (python -m flows.plan RECIPE measures this machine's)"
         if self.seconds is None:
             known = [row.seconds(self.machine, self.rates) or 0.0 for row in self.coming]
-            return f"more than {duration(sum(known))} (scaled; not known of every stage)"
+            return f"{duration(sum(known))} (scaled), and more: not known of every stage"
         return f"{duration(self.seconds)} (scaled from rates; starts of processes left out)"
 
 

@@ -537,6 +537,8 @@ def test_tasks_are_scored_by_models_that_are_held_whole(tmp_path, llama, precisi
     assert set(faults(found)) == {"compute.evaluation"}
     assert ("precision = bf16" in faults(found)["compute.evaluation"][1]) == (precision == "fp32")
     assert found.seconds is None
+    line = replace(found, rates=RATES).line()
+    assert re.search(r"time \d[^,]* \(scaled\), and more: not known of every stage$", line)
     # The average of all is put together beside the models that are there.
     assert rows(found)["task_scores"].passing == 2 * WHOLE
 
