@@ -40,7 +40,7 @@ def _params(recipe: Recipe, _row: str) -> Iterator[str]:
 
 @stage(
     "answers/{tuned}",
-    lambda recipe, row: ["instructions", model_of(row)],
+    lambda recipe, row: [*(f"instructions/{split}.jsonl" for split in SPLITS), model_of(row)],
     params=_params,
     each=tuned,
 )
@@ -71,7 +71,7 @@ def answers(run: StageRun) -> None:
 def answer_arguments(recipe: Recipe, path: Callable[[str], Path]) -> dict[str, Any]:
     """What ``answers_piece`` is given for every model; ``path`` finds an artifact."""
     return {
-        "instructions": path("instructions"),
+        "instructions": path(f"instructions/{SPLITS[0]}.jsonl").parent,
         "max_new_tokens": recipe.tuning.max_new_tokens,
         "batch_size": recipe.tuning.batch_size,
         "precision": recipe.tuning.precision,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from pico import save_pico
@@ -69,7 +70,7 @@ def test_a_recipe_s_bos_is_that_of_tuning_and_judging():
     before, after = (validate(values | {"corpus": {"bos": bos}}) for bos in ("never", "always"))
     for stage, item in ((model, ""), (baselines, "dense"), (answers, "simoe")):
         assert stage.values(before, item) != stage.values(after, item)
-    assert answer_arguments(after, lambda name: name)["bos"] == "always"
+    assert answer_arguments(after, Path)["bos"] == "always"
 
 
 def test_the_precision_of_answers_counts_where_it_is_not_the_default():
@@ -79,4 +80,4 @@ def test_the_precision_of_answers_counts_where_it_is_not_the_default():
     before, after = validate(copy.deepcopy(VALID)), validate(values)
     assert "tuning.precision" not in answers.values(before, "simoe")
     assert answers.values(after, "simoe")["tuning.precision"] == "bf16"
-    assert answer_arguments(after, lambda name: name)["precision"] == "bf16"
+    assert answer_arguments(after, Path)["precision"] == "bf16"

@@ -3,6 +3,7 @@
 import pytest
 
 from tasks.recipes import validate
+from tasks.simoe.answers import answers
 from tasks.simoe.model import baselines, model
 from tests.tasks.simoe.test_simoe_faults import VALID, changed
 
@@ -56,3 +57,9 @@ def test_which_steps_are_kept_decides_a_simoe_alone(row, decides):
 def test_of_the_instructions_those_that_train_alone_decide(stage, item):
     recipe = validate(changed("simoe/routing", "task"))
     assert set(stage.inputs(recipe, item)) == {"instructions/train", "seed"}
+
+
+@pytest.mark.parametrize(("row", "made"), [("seed", "seed"), ("simoe", "model")])
+def test_instructions_that_train_alone_have_no_model_asked_again(row, made):
+    held = {"instructions/seen.jsonl", "instructions/unseen.jsonl"}
+    assert set(answers.inputs(validate(VALID), row)) == {*held, made}
