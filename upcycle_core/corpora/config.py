@@ -30,7 +30,8 @@ class Source:
     harvest: Harvest | None = None
     """Text of the Python installation itself, read in place."""
     files: tuple[str, ...] = ()
-    """Paths or glob patterns: .txt (documents separated by a line `<|doc|>`), .jsonl, .parquet."""
+    """Paths or glob patterns: .txt (documents separated by a line `<|doc|>`), .jsonl,
+    .json, .parquet."""
     dataset: str | None = None
     """A Hugging Face dataset, by hub id or local directory; read as a stream."""
     subset: str | None = None
@@ -40,7 +41,7 @@ class Source:
     revision: str | None = None
     """The dataset's revision. Name it, or the run cannot be repeated."""
     text_field: str = "text"
-    """The field that holds the text (.jsonl, .parquet, dataset)."""
+    """The field that holds the text (.jsonl, .json, .parquet, dataset)."""
     template: str | None = None
     """A document made of several fields: text with their names in braces, `{question}`; `{{` and
     `}}` stand for braces."""

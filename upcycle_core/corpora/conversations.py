@@ -11,7 +11,8 @@ Messages may hold what chat templates read beside these (``EXTRAS``), and a reco
 system message (``system``). One of a prompt may hold earlier turns (``history``, a list of
 [question, answer]). A response of ``weight`` 0 is there to be read and not learnt, as OpenAI has
 it. OpenAI's older form, ``functions`` beside messages that hold ``function_call``
-and are of the role ``function``, is brought to the newer.
+and are of the role ``function``, is brought to the newer. Names that others have for these are in
+``shapes``.
 """
 
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upcycle_core.corpora.readers import encodable, file_rows
+from upcycle_core.corpora.shapes import OTHER_NAMES, one_text, renamed
 from upcycle_core.errors import Fault, InputError
 
 PROMPT_FIELDS = ("prompt", "instruction")
@@ -31,7 +33,7 @@ BEFORE_FIELDS = ("system", "history")
 PARTS = (*BEFORE_FIELDS, *PROMPT_FIELDS, *MATERIAL_FIELDS, *RESPONSE_FIELDS)
 FUNCTIONS, CALL = "functions", "function_call"
 """OpenAI's older names, of a record for ``tools``, and of a message for its one call."""
-FIELDS = ("messages", "tools", FUNCTIONS, *PARTS)
+FIELDS = ("messages", "tools", FUNCTIONS, *PARTS, *OTHER_NAMES)
 THOUGHTS = ("reasoning_content", "thinking")
 """Of a message: what its writer thought, by the two names that templates have for it."""
 OPENING, THOUGHT = "<think>", "</think>"
@@ -71,7 +73,7 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(files: Sequence[Path]) -> list[Conversation]:
-    """Read .jsonl and .parquet files of instructions, in order.
+    """Read .jsonl, .json and .parquet files of instructions, in order.
 
     A prompt and what stands in ``input`` or ``context`` are one message, an empty line between
     them. What follows the last response of a conversation is left out.
@@ -99,7 +101,7 @@ def read_conversations(files: Sequence[Path]) -> list[Conversation]:
             if not records:
                 faults.append(Fault("instructions", str(file), "it holds no record; fill it"))
     if not files:
-        faults.append(Fault("instructions", [], "name a .jsonl or .parquet file"))
+        faults.append(Fault("instructions", [], "name a .jsonl, .json or .parquet file"))
     if faults:
         more = len(faults) - FAULTS_SHOWN
         rest = [Fault("instructions", f"{more} more", "they are faulty too")] if more > 0 else []
@@ -108,7 +110,7 @@ def read_conversations(files: Sequence[Path]) -> list[Conversation]:
 
 
 def place_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place (file and line) and fields of each record of a .jsonl or .parquet file.
+    """Place (file and line) and fields of each record of a .jsonl, .json or .parquet file.
 
     Raises:
         ValueError: The file is of another kind, or a line is no record.
@@ -175,6 +177,7 @@ def messages_of(row: dict[str, Any], place: str) -> list[Message]:
         InputError: It has no prompt or response, or not as text; an ``input`` and a ``context``;
             two system messages; or tools or calls that are none, or by both names.
     """
+    row = renamed(row, place)
     if "messages" in row:
         said = _with_system(row, _conversation(row["messages"], place), place)
     else:
@@ -258,6 +261,7 @@ def _conversation(messages: Any, place: str) -> list[Message]:
 
 def _message(message: dict[str, Any], place: str) -> Message:
     """One message; one that calls functions need not say anything, nor what a function returns."""
+    message = message | {"content": one_text(message.get("content"), place)}
     extras = {name: _extra(message, name, place) for name in EXTRAS if _holds(message, name)}
     if call := _older_call(message, extras.get("tool_calls"), place):
         extras["tool_calls"] = [call]

@@ -54,7 +54,7 @@ class InstructionRows(Dataset):
     the tokens.
 
     Args:
-        files: .jsonl or .parquet, see ``corpora.conversations``.
+        files: .jsonl, .json or .parquet, see ``corpora.conversations``.
         tokenizer: Directory of its files.
         sequence_length: S.
         count: Rows in all: steps x batch size x gradient accumulation.

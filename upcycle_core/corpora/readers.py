@@ -1,10 +1,11 @@
 """Documents and records of one file, one at a time; what cannot be read is a ValueError that says
 where and what to do."""
 
+import codecs
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 SEPARATOR = re.compile(r"<\|doc\|>[ \t]*\n?")
@@ -13,7 +14,7 @@ ROWS_AT_ONCE = 256
 """Rows of a Parquet file in memory."""
 READ_BYTES = 1 << 18
 """Of a Parquet file's column in one read."""
-RECORDS = (".jsonl", ".parquet")
+RECORDS = (".jsonl", ".json", ".parquet")
 """Endings of files of records."""
 
 
@@ -56,10 +57,11 @@ def _lines(path: Path) -> Iterator[str]:
 def file_rows(
     path: Path, form: str, columns: Sequence[str] | None = None, *, some: bool = False
 ) -> Iterator[tuple[str, dict]]:
-    """Place (``line 3``, ``row 0``) and fields of each record of a .jsonl or .parquet file.
+    """Place (``line 3``, ``row 0``) and fields of each record of a .jsonl, .json or .parquet file.
 
     Args:
-        path: The file.
+        path: The file. One that ends in .json holds a list of objects, and is read whole, or lines
+            as one that ends in .jsonl.
         form: What a record should look like, for errors.
         columns: Those of a Parquet file that are needed; all by default, and if one is missing.
         some: Whether those of them that are there are enough, if there is one.
@@ -73,9 +75,31 @@ def file_rows(
             f"its ending is none of {', '.join(RECORDS)} (nor .txt, for plain text); convert or "
             "rename it"
         )
-    if path.suffix == ".jsonl":
+    if path.suffix == ".parquet":
+        rows: Iterable[dict] = _parquet_rows(path, columns, some)
+    elif path.suffix == ".json" and _is_list(path):
+        rows = _listed_rows(path, form)
+    else:
         return ((f"line {number}", row) for number, row in _json_rows(path, form))
-    return ((f"row {number}", row) for number, row in enumerate(_parquet_rows(path, columns, some)))
+    return ((f"row {number}", row) for number, row in enumerate(rows))
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a file begins as a list does."""
+    with path.open("rb") as file:
+        return file.read(READ_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _listed_rows(path: Path, form: str) -> Iterator[dict]:
+    """Objects of a file that is one list."""
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON in UTF-8 ({error}); mend it") from None
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is not a JSON object like {form}")
+        yield row
 
 
 def _json_rows(path: Path, form: str) -> Iterator[tuple[int, dict]]:

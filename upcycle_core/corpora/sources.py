@@ -210,7 +210,8 @@ def file_documents(path: Path, label: str, source: Source) -> Iterator[Document]
     """The documents of a file, by its ending and the form that the source says it has.
 
     Args:
-        path: A .txt (documents separated by a line ``<|doc|>``), .jsonl or .parquet file.
+        path: A .txt (documents separated by a line ``<|doc|>``), .jsonl, .json or .parquet
+            file.
         label: What its documents say they are from.
         source: Its form, template or text field.
 

@@ -69,7 +69,7 @@ def test_parquet_gives_the_named_column(tmp_path):
         ("a.jsonl", b'{"text": 3}\n', "line 1 holds int in 'text'"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "half a surrogate pair"),
         ("a.parquet", b"PAR1 not really", "not a whole Parquet file"),
-        ("a.csv", b"text\n", "its ending is none of .jsonl, .parquet"),
+        ("a.csv", b"text\n", "its ending is none of .jsonl, .json, .parquet"),
         ("a.jsonl", b'{"text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}\n", "line 1 is not JSON"),
     ],
 )

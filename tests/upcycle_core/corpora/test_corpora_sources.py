@@ -273,7 +273,7 @@ def test_plain_text_holds_no_records(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     for settings in ({"form": "chat"}, {"template": "{a}"}):
         ((_, _, remedy),) = faults(Source(files=(str(tmp_path / "a.txt"),), **settings))
-        assert "its ending is none of .jsonl, .parquet" in remedy
+        assert "its ending is none of .jsonl, .json, .parquet" in remedy
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class InstructionSource:
     generate: Literal["families"] | None = None
     """The embedded families of tasks, generated with verified answers."""
     files: tuple[str, ...] = ()
-    """Paths or glob patterns: .jsonl or .parquet records, or files of the `form`."""
+    """Paths or glob patterns: .jsonl, .json or .parquet records, or files of the `form`."""
     dataset: str | None = None
     """A Hugging Face dataset of records, by hub id or local directory; read as a stream."""
     subset: str | None = None

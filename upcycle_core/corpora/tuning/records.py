@@ -13,6 +13,7 @@ from upcycle_core.corpora.conversations import (
     place_rows,
 )
 from upcycle_core.corpora.readers import is_text, is_written
+from upcycle_core.corpora.shapes import renamed
 from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault, InputError
 
@@ -71,7 +72,7 @@ Found = Record | Fault | LeftOut
 
 
 def file_records(name: str, source: InstructionSource, paths: Iterable[Path]) -> Iterator[Found]:
-    """Records of .jsonl and .parquet files; see ``conversations`` for their forms.
+    """Records of .jsonl, .json and .parquet files; see ``conversations`` for their forms.
 
     Args:
         name: The source's.
@@ -99,7 +100,7 @@ def checked(
 
 
 def _record(row: Mapping[str, Any], place: str, name: str, source: InstructionSource) -> Record:
-    row = dict(row)
+    row = renamed(dict(row), place)
     # Several right answers of which the first is trained on, as task sets have them.
     answers = _texts(row, "references", place) or _texts(row, "answers", place)
     if isinstance(row.get("answer"), list):
