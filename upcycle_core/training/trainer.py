@@ -219,8 +219,9 @@ def train_subject(
     settings = training_arguments(shape, config, seed=seed, checkpoints=checkpoints, device=device)
     subject = load(device)
     progress = progress if workers.rank() == 0 else Silent()
-    steady = nullcontext() if divided == "full" else all_kept()
-    with sliced_head(subject.network), steady:
+    # Experts are sent other numbers of tokens at every step: a tenth more memory would be held.
+    is_steady = divided == "none" and objective is None
+    with sliced_head(subject.network), all_kept() if is_steady else nullcontext():
         if divided == "full":
             halves, whole = subject.trainable.undecayed, subject.whole
             sharding.shard(subject.network, subject.kind, halves=halves, device=device, whole=whole)
