@@ -60,6 +60,8 @@ def compare(folder: Path, peer: str | None, repeats: int) -> None:
     ratio |= _time_ratios(found, "streamed", "load-all", "load_all")
     if peer:
         ratio |= _time_ratios(found, "streamed", "mergekit-moe", "mergekit")
+        ours, theirs = (rows[way]["CPU s above imports"] for way in ("streamed", "mergekit-moe"))
+        ratio["mergekit_cpu_above_imports"] = ours / theirs
         ratio["mergekit_memory"] = median_ratio(
             _memory(found, "streamed"), _memory(found, "mergekit-moe")
         )
@@ -115,6 +117,8 @@ def make_models(folder: Path) -> None:
 
 def streamed(folder: Path | None) -> None:
     """Our way: tensors stream through, backbone to disk, then the MoE."""
+    import transformers.models.auto.tokenization_auto  # noqa: F401  asked of the tokenizer's class
+
     from upcycle_core.backbone.average import write_backbone
     from upcycle_core.checkpoints.reader import CheckpointReader
     from upcycle_core.moe.assemble import assemble
