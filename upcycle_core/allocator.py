@@ -14,9 +14,10 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 LARGEST = 32 * 2**20
 """Bytes of a block that is kept, the most that glibc allows where it maps blocks at all."""
 LARGE = 2**20
-DEFAULT = 128 * 1024
-DEFAULT_MAX = 65536
+DEFAULT, DEFAULT_MAX = 128 * 1024, 65536
+"""Of both thresholds, in bytes; of blocks that are mapped at once."""
 NEVER = -1
+"""A threshold that nothing reaches."""
 
 
 @contextmanager

@@ -72,7 +72,8 @@ class Lighter:
         if not config.gradient_checkpointing:
             found.append({"gradient_checkpointing": True})
         if config.batch_size > 1:
-            found.append({"batch_size": 1})
+            rows = config.batch_size * config.gradient_accumulation
+            found.append({"batch_size": 1, "gradient_accumulation": rows})  # of a step, as before
         slowest = max(config.adam_beta1, config.adam_beta2)
         if config.optimizer_state == "fp32" and slowest <= LARGEST_BF16_BETA:
             found.append({"optimizer_state": "bf16"})

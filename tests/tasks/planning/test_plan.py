@@ -476,7 +476,7 @@ def test_a_seed_that_does_not_fit_is_not_told_of_experts(tmp_path, llama):
     [
         (80, 1, ["experts.training.method = lora", "compute.experts.workers = 4 and sharding"]),
         (160, 2, ["compute.experts.workers = 2 and sharding"]),
-        (20, 1, ["experts.training.gradient_checkpointing = true and"]),
+        (20, 1, ["experts.training.gradient_checkpointing = true and", "accumulation = 8"]),
     ],
 )
 def test_each_setting_that_is_named_makes_a_training_fit(tmp_path, llama, gpu, workers, said):
