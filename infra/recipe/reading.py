@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from infra.recipe.amounts import amount_of
 from infra.recipe.budget import budget_faults, with_budget
 from infra.recipe.checks import faults
 from infra.recipe.names import masked
@@ -219,6 +220,9 @@ def _fault_of(problem: Mapping[str, Any]) -> Fault:
 def _remedy(problem: Mapping[str, Any]) -> str:
     """What would do instead."""
     words = BOUNDS.get(problem["type"])
+    amount = amount_of(problem["input"]) if problem["type"] == "int_parsing" else None
+    if amount is not None:
+        return f"write the number itself: {amount:_.0f}"
     if words is None:
         return f"{problem['msg']}; correct it"
     (bound,) = (value for name, value in problem["ctx"].items() if name in ("ge", "gt", "le", "lt"))

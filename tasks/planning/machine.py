@@ -1,21 +1,19 @@
 """The machine that a plan is for: this one, or one that the user describes."""
 
 import os
-import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.cluster.memory import machine_memory
+from infra.recipe.amounts import amount_of
 from infra.versioning.versions import remote_of
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.memory import cores
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 COUNTS = ("cpus", "gpus")
 SMALLEST = 10**6
 """Bytes; who says less has left the unit out."""
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,3 @@ def device_of(path: Path) -> int:
 def remote_directory(remote: str | None, home: Path) -> Path | None:
     """The directory that DVC's remote is; None where it is something else, or there is none."""
     return None if remote is None or "://" in remote else Path(remote_of(remote, home))
-
-
-def amount_of(text: str) -> float | None:
-    """``24GB``, ``1.5 T`` or ``2`` as a number; None if it is none."""
-    found = SIZE.fullmatch(text.strip())
-    return None if found is None else float(found[1]) * UNITS[found[2].upper()]

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from infra.durable import is_whole, read_json, sealed, write_atomically
-from tasks.planning.machine import amount_of
+from infra.recipe.amounts import amount_of
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.rates import Rates, identity, measure
 
