@@ -82,7 +82,7 @@ class Terminal:
         """
         before = self.shown
         self.type(keys)
-        shown = self._rest(before)
+        shown = self.rest(before)
         others = shown.replace("^C", "", 1)
         answer = others.find("Stopping")
         if 0 <= answer <= shown.find("^C"):  # or within it
@@ -99,9 +99,9 @@ class Terminal:
         """Send a signal to the command alone; returns what it shows from then on."""
         before = self.shown
         self.process.send_signal(signal)
-        return self._rest(before)
+        return self.rest(before)
 
-    def _rest(self, before: str) -> str:
+    def rest(self, before: str) -> str:
         """What is shown after ``before`` until the command ends."""
         self._end()
         self._reader.join(END_SECONDS)
@@ -139,8 +139,17 @@ def _sit_down(screen: int) -> None:
 def processes(name: str, value: str) -> list[str]:
     """Command lines of the processes that were started with a variable."""
     found = []
+    for process in with_variable(name, value):
+        with suppress(psutil.Error):
+            found.append(" ".join(process.cmdline()))
+    return found
+
+
+def with_variable(name: str, value: str) -> list[psutil.Process]:
+    """The processes that were started with a variable."""
+    found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(name) == value:
-                found.append(" ".join(process.cmdline()))
+                found.append(process)
     return found

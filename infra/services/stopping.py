@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,8 +26,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LINE = "Stopping; the same command goes on where it was."
 GRACE_SECONDS = 4.0
 """How long things may take to be put away."""
+TAKEN_SECONDS = 15.0
+"""The same where a library does it."""
 
 Handler = Callable[[int, FrameType | None], Any]
+_OWN: list[Handler] = []
+"""That of the command which runs in this process."""
 
 
 def end_at_once() -> None:
@@ -69,6 +74,7 @@ def run_stoppable(call: Callable[[], int]) -> int:
 
     Thread(target=_end_late, args=(signals,), name="stopping", daemon=True).start()
     before = _handle(stop)
+    _OWN.append(stop)
     try:
         return call()
     except BaseException:
@@ -77,6 +83,7 @@ def run_stoppable(call: Callable[[], int]) -> int:
         return 128 + received[0]
     finally:
         gc.freeze()
+        _OWN.remove(stop)
         if not received:
             signals.put(0)
             for number, handler in before.items():
@@ -131,6 +138,34 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def ended_in_time() -> Iterator[None]:
+    """Within, a SIGTERM that a library took over ends this process in time.
+
+    While a flow runs, Prefect handles it and tells its server, for more than a minute where that
+    was stopped as well: systemd asks all processes of a service. A command of ours is stopped as by
+    Ctrl-C; where there is none, Prefect's worker having started the flow, Prefect does its part
+    first, within ``TAKEN_SECONDS``.
+    """
+    theirs = signal.getsignal(signal.SIGTERM)
+    if current_thread() is not main_thread() or not callable(theirs):
+        yield
+        return
+    signals: SimpleQueue[int] = SimpleQueue()
+
+    def bounded(number: int, frame: FrameType | None) -> Any:
+        signals.put(number)
+        return theirs(number, frame)
+
+    Thread(target=_end_taken, args=(signals,), name="ending", daemon=True).start()
+    signal.signal(signal.SIGTERM, _OWN[-1] if _OWN else bounded)
+    try:
+        yield
+    finally:
+        signals.put(0)
+        signal.signal(signal.SIGTERM, theirs)
+
+
 def _handle(handler: Handler) -> dict[signal.Signals, Any]:
     """Handle all that is not ignored, as it is below nohup; returns what did so before."""
     heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -143,6 +178,15 @@ def _end_late(signals: "SimpleQueue[int]") -> None:
     if number:
         with suppress(Empty):
             signals.get(timeout=GRACE_SECONDS)
+        _end(number)
+
+
+def _end_taken(signals: "SimpleQueue[int]") -> None:
+    """Wait for a signal that a library handles; end the process when its time is up."""
+    number = signals.get()
+    if number:
+        time.sleep(TAKEN_SECONDS)
+        _say()
         _end(number)
 
 

@@ -11,7 +11,7 @@ from project import ROOT
 from terminal import CTRL_C, Terminal, processes
 
 from flows.running.arguments import parser_of
-from infra.services.stopping import LINE, SIGNALS, run_command, run_stoppable
+from infra.services.stopping import LINE, SIGNALS, ended_in_time, run_command, run_stoppable
 
 MARK = "UPCYCLE_TEST_MARK"
 PROGRAM = """
@@ -124,6 +124,56 @@ def test_a_second_ctrl_c_ends_at_once(begin):
     command.wait_for(lambda: LINE in command.shown)
     assert command.press(CTRL_C).strip() == "^C"
     assert command.process.returncode == 130
+
+
+def test_what_a_library_makes_of_sigterm_ends_in_time(begin, tmp_path):
+    """As Prefect, where the server that it tells was stopped as well."""
+    first = "stopping.TAKEN_SECONDS = 0.2"
+    work = """
+    stopping._OWN.clear()  # as where Prefect's worker has started the flow
+    signal.signal(signal.SIGTERM, lambda *_: print("taken", flush=True))
+    with stopping.ended_in_time():
+        start_child()
+        deaf()"""
+    command = begin(work, first=first)
+    taken, said = filter(None, command.send(signal.SIGTERM).splitlines())
+    assert (taken, said) == ("taken", LINE)
+    assert command.process.returncode == 143
+    assert not processes(MARK, str(tmp_path))
+
+
+def test_what_a_library_took_over_stops_a_command_as_ctrl_c_does(begin):
+    work = """
+    def taken(*_):
+        raise SystemExit("taken")
+
+    signal.signal(signal.SIGTERM, taken)
+    with stopping.ended_in_time():
+        print("begun", flush=True)
+        wait()"""
+    command = begin(work)
+    assert command.send(signal.SIGTERM).strip() == LINE
+    assert command.process.returncode == 143
+
+
+def test_what_ended_before_a_signal_came_is_the_librarys_again():
+    handlers = []
+
+    def theirs(*_):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.signal(signal.SIGTERM, theirs)
+    try:
+        with ended_in_time():
+            assert signal.getsignal(signal.SIGTERM) is not theirs
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handlers == [theirs]
+        for thread in threading.enumerate():
+            if thread.name == "ending":
+                thread.join(timeout=10)
+                assert not thread.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_that_is_ignored_stays_so(begin):
