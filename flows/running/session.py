@@ -305,8 +305,7 @@ def open_session(
             run.log_params(resolve(recipe))
             link = link_runs(settings, recipe.name, run)
             run.describe(link)
-            progress = ProgressArtifacts(recipe.name)
-            record = _recording(tracker, run, workspace)
+            progress, record = ProgressArtifacts(recipe.name), _recording(tracker, run, workspace)
             session = Session(recipe, workspace, log=log, record=record, show=progress)
             flow_session = FlowSession(
                 settings,
