@@ -221,7 +221,7 @@ def _remedy(problem: Mapping[str, Any]) -> str:
     """What would do instead."""
     words = BOUNDS.get(problem["type"])
     amount = amount_of(problem["input"]) if problem["type"] == "int_parsing" else None
-    if amount is not None:
+    if amount is not None and amount.is_integer():
         return f"write the number itself: {amount:_.0f}"
     if words is None:
         return f"{problem['msg']}; correct it"
