@@ -280,9 +280,10 @@ def test_a_number_that_compares_with_none_is_refused(values, key, number):
 
 
 def test_bytes_with_a_unit_are_told_as_the_number_they_are(values):
-    found = message(with_value(values, "compute.experts.memory", "13.5 GB"))
-    said = "compute.experts.memory = '13.5 GB': write the number itself: 13_500_000_000"
-    assert said in found
+    for given, number in (("13.5 GB", "13_500_000_000"), ("13Gi", "13_958_643_712")):
+        found = message(with_value(values, "compute.experts.memory", given))
+        said = f"compute.experts.memory = '{given}': write the number itself: {number}"
+        assert said in found
     for said in ("much", "2.5"):
         found = message(with_value(values, "compute.experts.memory", said))
         assert f"memory = '{said}': Input should be a valid integer" in found
