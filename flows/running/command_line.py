@@ -164,8 +164,8 @@ def run_flow(
     settings = environment.configure()
     workspace = Workspace(settings.home / recipe.name)
     if settings.ray_address == "local":
-        there = [machine(recipe.compute.cpus)]
-        raise_faults(compute_faults(recipe.compute, there, known=("CPU",)))
+        there = machine(recipe.compute.cpus)
+        raise_faults(compute_faults(recipe.compute, [there], known=there))
     if look is None:
         with _beside_models(recipe, settings, workspace):
             check(recipe, settings.home / "models")

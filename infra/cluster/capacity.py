@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from infra.recipe.resources import ComputeConfig, Resources
 from upcycle_core.errors import Fault
-from upcycle_core.memory import cores
+from upcycle_core.memory import cores, total_memory
 
 EPSILON = 1e-9
 """Shares of a GPU are decimal fractions."""
@@ -20,7 +20,7 @@ BROUGHT = ("node:", ACCELERATOR)
 
 def machine(cpus: int | None) -> dict[str, float]:
     """What is known of a Ray on this machine before it runs."""
-    return {"CPU": float(cpus or cores())}
+    return {"CPU": float(cpus or cores()), "memory": float(total_memory())}
 
 
 def requested(resources: Resources) -> dict[str, float]:
@@ -47,8 +47,8 @@ def compute_faults(
     Args:
         compute: The recipe's. Kinds that ask for nothing of their own are looked at when they run.
         machines: As of ``room_faults``.
-        known: What of the machines is known, by Ray's names (``CPU``, ``GPU``), and nothing else is
-            looked at; all by default.
+        known: What of the machines is known, by Ray's names (``CPU``, ``GPU``, ``memory``), and
+            nothing else is looked at; all by default.
     """
     for field in fields(compute):
         asked = getattr(compute, field.name)
@@ -56,7 +56,11 @@ def compute_faults(
             continue
         workers = getattr(asked, "workers", 1)
         if known is not None:
-            asked = Resources(cpus=asked.cpus, gpus=asked.gpus if "GPU" in known else 0)
+            asked = Resources(
+                cpus=asked.cpus,
+                gpus=asked.gpus if "GPU" in known else 0,
+                memory=asked.memory if "memory" in known else None,
+            )
         for fault in room_faults(asked, workers, machines):
             _, _, what = fault.field.partition(" ")
             where = ".".join(filter(None, ("compute", field.name, what)))

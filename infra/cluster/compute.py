@@ -35,7 +35,7 @@ from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
 from infra.settings import Settings, environment_of, ray_token
 from upcycle_core.errors import Fault, InputError, raise_faults
-from upcycle_core.memory import cores
+from upcycle_core.memory import cores, total_memory
 
 # What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
 # lies in the checkout is looked at. The rules are those of .gitignore files; `!/.` is the checkout.
@@ -124,6 +124,7 @@ def _local(
         "include_dashboard": dashboard is not None,
         "dashboard_host": LOOPBACK,
         "object_store_memory": 100_000_000,
+        "_memory": total_memory(),  # as plans count; by default what is free at this moment
     }
     with ray_token() as token:
         try:

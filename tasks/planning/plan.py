@@ -128,7 +128,8 @@ class Plan:
             is_local: Whether pieces run on this machine: a cluster's are not known.
         """
         if is_local:
-            there = {"CPU": float(self.machine.cpus), "GPU": float(self.machine.gpus)}
+            machine = self.machine
+            there = {"CPU": machine.cpus, "GPU": machine.gpus, "memory": machine.memory}
             yield from compute_faults(self.compute, [there], known=there)
             for row in self.coming:
                 yield from row.memory_faults(self.machine, self.base)

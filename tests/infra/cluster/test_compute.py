@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 from pico import save_pico
 
 from infra.cluster.capacity import compute_faults, machine, room_faults
@@ -264,6 +265,11 @@ def test_a_machine_proves_that_it_shares_a_folder(tmp_path):
     assert not list((tmp_path / "home").iterdir())
 
 
+def test_ray_has_what_is_known_of_the_machine_before_it_runs(ray_of_two):
+    [node] = ray.nodes()
+    assert machine(2).items() <= node["Resources"].items()
+
+
 def test_second_connection_is_refused(ray_of_two, settings):
     with (
         pytest.raises(InputError, match="connected to Ray already"),
@@ -315,8 +321,8 @@ def test_every_kind_that_asks_for_more_than_any_machine_has_is_named_before_work
         "compute.assembly.resources.ssd",
     }
     assert "Ray has 8 in all; ask for less" in faults["compute.experts.cpus"].remedy
-    before_ray = compute_faults(compute, [machine(8)], known=("CPU",))
-    assert {f.field for f in before_ray} == {"compute.experts.cpus", "compute.baselines.cpus"}
+    before_ray = {f.field for f in compute_faults(compute, [machine(8)], known=machine(8))}
+    assert before_ray == set(faults) - {"compute.evaluation.gpus", "compute.assembly.resources.ssd"}
     two = [{"CPU": 8.0}, {"CPU": 8.0}]
     [fault] = (f for f in compute_faults(compute, two) if f.field.startswith("compute.experts"))
     assert "no machine more than 8" in fault.remedy

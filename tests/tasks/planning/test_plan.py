@@ -432,17 +432,20 @@ def test_a_gpu_is_asked_for_what_it_holds(tmp_path, llama):
     assert [none[f"compute.{kind}.gpus"] for kind in compute] == [lacking, lacking]
 
 
-def test_cores_and_gpus_that_the_machine_has_not_are_refused_with_all_else(tmp_path, llama):
+def test_cores_gpus_and_memory_that_the_machine_has_not_are_refused_with_all_else(tmp_path, llama):
     compute = {"statistics": {"cpus": 12}, "experts": {"gpus": 1, "workers": 2}}
+    compute["assembly"] = {"memory": 2 * 10**9}
     small = Machine(memory=10**9, cpus=8, disk=10**9, gpus=1, gpu_memory=10**9)
     sections = {"compute": compute, "experts": {"training": FEW}}
     found = made(tmp_path, llama, ready=False, machine=small, **sections)
     said = {field: value for field, (value, _) in faults(found).items()}
     assert (said["compute.statistics.cpus"], said["compute.experts.gpus"]) == ("12", "2")
+    assert said["compute.assembly.memory"] == str(2 * 10**9)
     assert {"disk", "compute.experts", "compute.statistics"} <= set(said)
     assert {fault.field for fault in found.faults(is_local=False)} == {"disk"}
-    enough = replace(found, machine=replace(small, cpus=12, gpus=2))
-    assert not [field for field in faults(enough) if field.endswith((".cpus", ".gpus"))]
+    enough = replace(found, machine=replace(small, cpus=12, gpus=2, memory=2 * 10**9))
+    counted = (".cpus", ".gpus", ".memory")
+    assert not [field for field in faults(enough) if field.endswith(counted)]
 
 
 def test_a_gpu_is_shared_by_those_that_run_at_once(tmp_path, llama):
@@ -618,6 +621,8 @@ def test_another_machine_is_described_in_words():
     here = Machine(memory=1, cpus=1, disk=1)
     there = here.changed(["memory=24GB", "cpus=2", "disk=1.5 TB", "gpus=1", "gpu_memory=80G"])
     assert there == Machine(24 * 10**9, 2, 1_500_000_000_000, 1, 80 * 10**9)
+    as_programs_say = here.changed(["memory=23Gi", "disk=1.5TiB"])
+    assert as_programs_say == Machine(23 * 2**30, 1, 3 * 2**39)
     with pytest.raises(InputError, match="ram=24GB") as refusal:
         here.changed(["ram=24GB", "cpus=many"])
     assert "cpus=many" in str(refusal.value)
