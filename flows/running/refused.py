@@ -1,4 +1,5 @@
-"""Bad input that is found while a flow runs: Prefect records what was said, not a traceback."""
+"""What ends a flow before it is done: bad input is recorded as what was said, not as a traceback,
+and SIGTERM ends it in time."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,6 +9,7 @@ from prefect.states import Failed, State
 
 from flows.running.naming import name_run, title_of_day
 from infra.recipe.schema import Recipe
+from infra.services.stopping import ended_in_time
 from upcycle_core.errors import InputError
 
 Parameters = ParamSpec("Parameters")
@@ -24,7 +26,8 @@ def in_a_line(run: Callable[Parameters, Result]) -> Callable[Parameters, Result 
     @wraps(run)
     def attempt(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | State:
         try:
-            return run(*args, **kwargs)
+            with ended_in_time():
+                return run(*args, **kwargs)
         except InputError as error:
             recipe = next(iter([*args, *kwargs.values()]), None)
             if isinstance(recipe, Recipe):

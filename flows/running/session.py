@@ -26,7 +26,6 @@ from infra.cluster import calls
 from infra.cluster.compute import check_room, cluster
 from infra.recipe.schema import Recipe, resolve
 from infra.services.processes import end_orphans
-from infra.services.stopping import ended_in_time
 from infra.settings import Settings
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Run, Tracker
@@ -288,7 +287,7 @@ def open_session(
     live(workspace.root.parent, workspace.root.name)
     end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
     own_turn = nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe)
-    with ended_in_time(), own_turn:
+    with own_turn:
         close_interrupted(workspace, recipe.registered_name, compressed_name(recipe))
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run

@@ -69,7 +69,8 @@ def run_stoppable(call: Callable[[], int]) -> int:
             _say()
         signals.put(number)
         received.append(number)
-        logging.disable()  # what was asked to stop has no errors to report
+        logging.disable()  # what was asked to stop has no errors to report,
+        logging.raiseExceptions = False  # nor that a line on its way to a server was not taken
         raise KeyboardInterrupt
 
     Thread(target=_end_late, args=(signals,), name="stopping", daemon=True).start()

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -132,6 +133,16 @@ def terminate(command: Terminal) -> str:
     return command.send(signal.SIGTERM)
 
 
+def terminate_all(project: Disturbed, command: Terminal) -> str:
+    """As systemd stops a service: the flow's own Prefect server is gone before it is told."""
+    before = command.shown
+    found = with_variable("UPCYCLE_HOME", str(project.home))
+    for process in sorted(found, key=lambda process: process.pid == command.process.pid):
+        with suppress(psutil.Error):
+            process.terminate()
+    return command.rest(before)
+
+
 @pytest.mark.faults
 def test_ctrl_c_ends_a_flow_that_trains_with_one_line(project):
     flow = ("flows.dume", str(project.recipe))
@@ -160,17 +171,8 @@ def test_a_flow_that_is_stopped_again_and_again_goes_on(project):
 @pytest.mark.faults
 @pytest.mark.parametrize("phase", ["seed", "registration"])
 def test_a_service_that_is_stopped_with_all_its_processes_ends_with_one_line(project, phase):
-    """As systemd stops it: the flow's own Prefect server is gone before the flow tells it."""
-
-    def stop(command: Terminal) -> str:
-        before = command.shown
-        found = with_variable("UPCYCLE_HOME", str(project.home))
-        for process in sorted(found, key=lambda process: process.pid == command.process.pid):
-            with suppress(psutil.Error):
-                process.terminate()
-        return command.rest(before)
-
     flow = ("flows.dume", str(project.recipe))
+    stop = partial(terminate_all, project)
     code, words = stopped(project, stop, *flow, phase=phase, at=PHASES[phase])
     assert (code, words.strip()) == (143, LINE)
 
@@ -179,8 +181,8 @@ def test_a_service_that_is_stopped_with_all_its_processes_ends_with_one_line(pro
 def building(tmp_path_factory):
     """A project that is stopped at one phase after the other."""
     folder = tmp_path_factory.mktemp("building")
-    texts = write_texts(folder / "texts", domains=DOMAINS)
-    values = pico_recipe(texts, domains=DOMAINS)
+    texts = write_texts(folder / "texts")
+    values = pico_recipe(texts)  # of three domains: one can leave
     values["experts"]["training"]["steps"] = 25
     values["evaluation"] |= {"sweep_top_k": [], "sweep_ridge_lambda": [], "sweep_window": []}
     values["registry"] = {"certificate": "at-hand"}
@@ -224,24 +226,39 @@ def test_ctrl_c_ends_a_flow_that_waits(building):
     assert not list((building.workspace / ".waiting").iterdir())
 
 
+def arguments_of(building: Disturbed, flow: str, folder: Path) -> tuple[str, ...]:
+    """What a flow that changes the model of ``building`` is called with."""
+    recipe = str(building.recipe)
+    return {
+        "retrain": (recipe,),
+        "shrink": (recipe, "numbers"),
+        "rollback": ("upcycle-pico",),
+        "restore": ("upcycle-pico", "1", "--into", str(folder)),
+        "tidy": (recipe,),
+    }[flow]
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("flow", CHANGES)
 def test_ctrl_c_ends_every_flow_that_changes_a_model(building, flow, tmp_path):
     phase, at = CHANGES[flow]
-    recipe = str(building.recipe)
-    arguments = {
-        "retrain": (recipe,),
-        "shrink": (recipe, "numbers"),
-        "rollback": ("upcycle-pico",),
-        "restore": ("upcycle-pico", "1", "--into", str(tmp_path)),
-        "tidy": (recipe,),
-    }[flow]
+    arguments = arguments_of(building, flow, tmp_path)
     train = building.texts / "letters" / "train.txt"
     train.write_text(f"{train.read_text()}\n<|doc|>\nalpha beta of a later day\n" * 2)
     code, words = stopped(building, press, f"flows.{flow}", *arguments, phase=phase, at=at)
     assert (code, words.strip()) == (130, LINE)
     done = building.run(sys.executable, "-m", f"flows.{flow}", *arguments, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("flow", ["restore", "tidy"])
+def test_a_service_that_changes_a_model_ends_with_one_line(building, flow, tmp_path):
+    phase, at = CHANGES[flow]
+    arguments = (f"flows.{flow}", *arguments_of(building, flow, tmp_path))
+    stop = partial(terminate_all, building)
+    code, words = stopped(building, stop, *arguments, phase=f"service-{phase}", at=at)
+    assert (code, words.strip()) == (143, LINE)
 
 
 @pytest.mark.faults
