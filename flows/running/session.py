@@ -286,8 +286,7 @@ def open_session(
     workspace = Workspace(settings.home / recipe.name)
     live(workspace.root.parent, workspace.root.name)
     end_orphans(command=SERVER, environment=home, owner=environment.OWNER, grace=ORPHAN_SECONDS)
-    own_turn = nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe)
-    with own_turn:
+    with nullcontext() if is_held else turn(workspace, f"the flow {flow_name}", recipe):
         close_interrupted(workspace, recipe.registered_name, compressed_name(recipe))
         recipe = with_lineage(recipe, workspace)
         if deployment.id is not None:  # a command has said it before there was a run
@@ -304,7 +303,8 @@ def open_session(
             run.log_params(resolve(recipe))
             link = link_runs(settings, recipe.name, run)
             run.describe(link)
-            progress, record = ProgressArtifacts(recipe.name), _recording(tracker, run, workspace)
+            progress = ProgressArtifacts(recipe.name)
+            record = _recording(tracker, run, workspace)
             session = Session(recipe, workspace, log=log, record=record, show=progress)
             flow_session = FlowSession(
                 settings,
