@@ -41,9 +41,9 @@ class Server:
         """``GET /upcycle``."""
         return httpx.get(f"{self.url}/upcycle", timeout=SECONDS, trust_env=False).json()
 
-    def wait(self, **expected) -> dict:
-        """Wait until the status has these values."""
-        deadline = time.monotonic() + SECONDS
+    def wait(self, seconds: float = SECONDS, **expected) -> dict:
+        """Wait until the status has these values, for ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
         while True:
             status = self.status()
             if expected.items() <= status.items():

@@ -30,6 +30,10 @@ from upcycle_core.simoe.prune import save_pruned
 from upcycle_core.simoe.upcycle import upcycle_in_memory
 
 VERSIONS, CLIENTS, EACH = 3, 4, 20
+CONTEXT = 1 << 16
+"""Tokens that the models have room for: to fill it takes longer than any test waits."""
+TOO_LONG = "a" * (CONTEXT + 1)
+NO_ROOM = f"{CONTEXT + 1} tokens, and the model room for {CONTEXT}"
 
 
 class Place:
@@ -60,7 +64,7 @@ def place(tmp_path_factory):
     """Four versions with different weights, and what each says."""
     place, folder = Place(tmp_path_factory.mktemp("home")), tmp_path_factory.mktemp("models")
     for seed in range(VERSIONS):
-        directory = save_pico(folder / str(seed), seed=seed)
+        directory = save_pico(folder / str(seed), seed=seed, max_position_embeddings=CONTEXT)
         tokenizer = AutoTokenizer.from_pretrained(directory)
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         tokenizer.save_pretrained(directory)
@@ -180,8 +184,8 @@ def test_engine_that_is_killed_is_started_again_while_requests_wait(place, serve
 
 @contextmanager
 def endless(server):
-    """The lines of an answer that would take hours."""
-    long = json.dumps({"max_new_tokens": 1_000_000, "min_new_tokens": 1_000_000})
+    """The lines of an answer that fills the model's context: of one that takes minutes."""
+    long = json.dumps({"max_new_tokens": CONTEXT, "min_new_tokens": CONTEXT})
     body = {"prompt": "ab", "generation_config": long, "stream": True}
     with (
         httpx.Client(timeout=SECONDS, trust_env=False) as client,
@@ -210,7 +214,7 @@ def test_client_that_leaves_frees_the_engine(server):
     with endless(server) as lines:
         assert next(lines).startswith("data: ")
         assert server.status()["in_flight"] == 1
-    server.wait(in_flight=0)
+    server.wait(in_flight=0, seconds=20)  # to its end, the answer would take minutes
     begun = time.monotonic()
     assert server.ask("ab").whole  # the engine answers one after the other
     assert time.monotonic() - begun < 20
@@ -229,9 +233,9 @@ def test_client_that_leaves_frees_the_engine(server):
         (b'{"prompt": "ab", "max_tokens": "x"}', 400, "cannot work with this request"),
         (b'{"prompt": ["ab"]}', 400, "prompt must be a string"),
         (b'{"prompt": ["' + b"a" * 100 + b'", "' + b"a" * 100 + b'"]}', 400, "must be a string"),
-        (b'{"prompt": ["ab", "' + b"a" * 129 + b'"]}', 400, "129 tokens, and the model room"),
+        pytest.param(json.dumps({"prompt": ["ab", TOO_LONG]}).encode(), 400, NO_ROOM, id="list"),
         (b'{"prompt": "ab", "nonsense": 1}', 422, "nonsense"),
-        (b'{"prompt": "' + b"a" * 129 + b'"}', 400, "129 tokens, and the model room for 128"),
+        pytest.param(json.dumps({"prompt": TOO_LONG}).encode(), 400, NO_ROOM, id="long"),
     ],
 )
 def test_bad_request_is_answered_with_what_is_wrong(server, body, code, said):
@@ -246,16 +250,16 @@ def test_bad_request_is_answered_with_what_is_wrong(server, body, code, said):
 @pytest.mark.parametrize(
     "body",
     [
-        {"input": "a" * 129},
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a" * 129}]}]},
-        {"instructions": "a" * 100, "input": "a" * 29},
+        {"input": TOO_LONG},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": TOO_LONG}]}]},
+        {"instructions": TOO_LONG[:100], "input": TOO_LONG[100:]},
     ],
 )
 def test_a_chat_that_is_too_long_is_refused_where_responses_are_asked_for(server, body):
     url = f"{server.url}/v1/responses"
     reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
     assert reply.status_code == 400, reply.text
-    assert "129 tokens, and the model room for 128" in reply.text
+    assert NO_ROOM in reply.text
 
 
 @pytest.mark.parametrize(
