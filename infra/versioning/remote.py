@@ -52,20 +52,25 @@ def push_to(root: Path, remote: Path) -> subprocess.CompletedProcess[str]:
             sync(folder)
     if done.returncode == 0:
         with suppress(OSError):  # a full disk: what was pushed is there all the same
-            write_atomically(root / PUSHED, json.dumps(_place(remote)))
+            write_atomically(root / PUSHED, json.dumps(_place(root, remote)))
     return done
 
 
-def _place(remote: Path) -> dict[str, str | int]:
-    """A directory and its disk; of one that is not there, the disk that it would be made on."""
+def _place(root: Path, remote: Path) -> dict[str, str | int]:
+    """A directory and its disk; of one that is not there, the disk that it would be made on.
+
+    One in the workspace's home is named from there, so that it may move with it.
+    """
+    home = root.parent
+    named = remote.relative_to(home) if remote.is_relative_to(home) else remote
     there = next(path for path in (remote, *remote.parents) if os.path.exists(path))
-    return {"remote": str(remote), "disk": there.stat().st_dev}
+    return {"remote": str(named), "disk": there.stat().st_dev}
 
 
 def _unmounted_faults(root: Path, remote: Path) -> Iterator[Fault]:
     """A directory that was pushed to and is empty now, on another disk: DVC would send there, where
     the disk of before hides it again, and the next versions alone would be on that."""
-    last, now = read_json(root / PUSHED), _place(remote)
+    last, now = read_json(root / PUSHED), _place(root, remote)
     is_other = isinstance(last, dict) and last != now and last.get("remote") == now["remote"]
     if is_other and not any(_objects(remote)):
         remedy = "holds nothing, on another disk than at the last push: mount that one, and run "

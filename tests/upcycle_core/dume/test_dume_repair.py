@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from killed import killed_at
 from torch import Tensor, nn
 
+from tests.killed import killed_at
 from tests.pico import save_pico
 from upcycle_core.activations.regression import LAMBDAS
 from upcycle_core.architectures.families import FAMILIES
