@@ -325,6 +325,7 @@ def nights(prefect):
 
 @pytest.mark.faults
 def test_two_models_have_nights_side_by_side_until_one_is_taken_away(environment, place, prefect):
+    deploy(place, prefect_file=offering(place, OFFERED))
     other = place.home.parent / "other.yaml"
     other.write_text((settings.REPOSITORY / "recipes" / "nightly.yaml").read_text())
     demo = {"demo-every-night": ("demo", True, ["demo: new data"])}
