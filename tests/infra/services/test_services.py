@@ -351,6 +351,7 @@ def test_two_models_have_nights_side_by_side_until_one_is_taken_away(environment
     assert nights(prefect)["other-every-evening"] == evening
     tags = ask(f"{prefect}/api/deployments/name/hello/other-every-evening")["tags"]
     assert tags == ["retrain", "night", "recipe:other"]
+    deploy(place, prefect_file=offering(place, OFFERED))  # that file offered none of the demo's
 
     # Again: what is offered no more goes, and nothing of the other recipe.
     file = offering(place, {"retrain": "{name}-every-night"})
