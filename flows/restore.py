@@ -203,10 +203,13 @@ def _recipe(registry: Registry, version: Version) -> Recipe:
 
 
 def _with_one_gpu(values: Any) -> Any:
-    """Values of a recipe that may be older than the rule that a piece computes on one GPU."""
+    """Values of a recipe that may be older than the rule that a piece computes on one GPU.
+
+    What is scored on tasks may be divided among several: that section is younger than the rule.
+    """
     compute = values.get("compute") if isinstance(values, dict) else None
-    for asked in compute.values() if isinstance(compute, dict) else ():
-        if isinstance(asked, dict) and asked.get("gpus", 0) > 1:
+    for kind, asked in compute.items() if isinstance(compute, dict) else ():
+        if isinstance(asked, dict) and asked.get("gpus", 0) > 1 and kind != "task_evaluation":
             asked["gpus"] = 1
     return values
 

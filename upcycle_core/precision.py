@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from upcycle_core.checkpoints.divided import AUTO
 from upcycle_core.checkpoints.load import DTYPES
 from upcycle_core.errors import Fault
 
@@ -25,11 +26,11 @@ def arithmetic(precision: Precision, device: str | torch.device) -> Literal["fp3
 
     Args:
         precision: As a recipe says it; what is not ``auto`` stays.
-        device: Where it is computed (``cpu``, ``cuda:0``).
+        device: Where it is computed (``cpu``, ``cuda:0``, or ``auto``: on several GPUs).
     """
     if precision != "auto":
         return precision
-    if torch.device(device).type == "cpu":
+    if device != AUTO and torch.device(device).type == "cpu":
         return "bf16" if bf16_units() else "fp32"
     if not torch.cuda.is_available():  # of another machine, as in a plan
         return "bf16"

@@ -285,8 +285,15 @@ def _idle_faults(where: str, asked: Resources, on_the_cpu: bool) -> Iterator[Fau
     elif asked.accelerator is not None and not asked.gpus:
         remedy = f"a kind of GPU, and no GPU is asked for; set {where}.gpus, or remove it"
         yield Fault(f"{where}.accelerator", asked.accelerator, remedy)
-    if asked.gpus > 1 and not on_the_cpu:
+    divides = where == "compute.task_evaluation"
+    if divides and asked.gpus > 1 and asked.gpus != int(asked.gpus):
+        remedy = f"Ray reserves a share of one, or whole ones; use {ceil(asked.gpus)}"
+        yield Fault(f"{where}.gpus", asked.gpus, remedy)
+    elif asked.gpus > 1 and not divides and not on_the_cpu:
         remedy = "a piece computes on one GPU, and the others would be idle; use 1"
+        if where == "compute.evaluation":
+            remedy += ", and to divide a model that is scored on tasks "
+            remedy += f"compute.task_evaluation.gpus: {ceil(asked.gpus)}"
         if isinstance(asked, WorkerResources):
             remedy += f", and for a training on several {where}.workers: {ceil(asked.gpus)}"
         yield Fault(f"{where}.gpus", asked.gpus, remedy)

@@ -19,7 +19,7 @@ class Resources:
     cpus: int = field(default=1, metadata={"ge": 1})
     """CPU cores, and threads."""
     gpus: float = field(default=0.0, metadata={"ge": 0})
-    """GPUs; with none the piece computes on the CPU."""
+    """GPUs; with none the piece computes on the CPU. Several hold a model's layers among them."""
     memory: int | None = field(default=None, metadata={"gt": 0})
     """Bytes of a machine's memory; by default Ray counts none, and CPUs and GPUs alone say how many
     pieces run at once."""
@@ -30,7 +30,9 @@ class Resources:
 
     @property
     def device(self) -> str:
-        """Where the piece computes, as torch calls it."""
+        """Where the piece computes, as torch calls it; ``auto`` is all of several GPUs."""
+        if self.gpus > 1:
+            return "auto"
         return "cuda" if self.gpus > 0 else "cpu"
 
     def without_gpus(self) -> Self:
@@ -90,6 +92,17 @@ class ComputeConfig:
     post_training: WorkerResources = field(default_factory=WorkerResources)
     """Training an assembled model."""
     evaluation: PassResources = field(default_factory=PassResources)
-    """Evaluating one model, on text or on tasks."""
+    """Evaluating one model."""
+    task_evaluation: Resources | None = None
+    """Evaluating one model on tasks, which holds all of it; as `evaluation` by default."""
     baselines: WorkerResources = field(default_factory=WorkerResources)
     """Making and training one baseline."""
+
+    def named(self, kind: str) -> str:
+        """The section that says what pieces of a kind reserve: that of tasks may be left out."""
+        return "evaluation" if kind == "task_evaluation" and self.task_evaluation is None else kind
+
+    def of(self, kind: str) -> Resources:
+        """What pieces of a kind reserve."""
+        resources: Resources = getattr(self, self.named(kind))
+        return resources

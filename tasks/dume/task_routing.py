@@ -80,7 +80,7 @@ def task_routing(run: StageRun) -> None:
         "task_sets": task_sets,
         "config": recipe.task_evaluation.measuring,
         "bos": recipe.corpus.bos,
-        "device": run.device("evaluation"),
+        "device": run.device("task_evaluation"),
     }
     pieces = []
     if "oracle" in chosen:
@@ -108,7 +108,7 @@ def task_routing(run: StageRun) -> None:
         }
         point = {"parameter": parameter, "value": value, **solving}
         pieces.append(_piece(name, sweep_piece, {**common, **point}))
-    found = {name: done.result for name, done in run.run(pieces, "evaluation").items()}
+    found = {name: done.result for name, done in run.run(pieces, "task_evaluation").items()}
     rows: dict[str, Any] = {row: found[row] for row in chosen if row in found}
     if draws:
         rows[RANDOM] = _together([found[f"{RANDOM}-{seed}"] for seed in draws])

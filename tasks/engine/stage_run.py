@@ -12,7 +12,6 @@ from infra.cluster.compute import run_pieces
 from infra.cluster.memory import Room
 from infra.cluster.pieces import Done, Piece
 from infra.cluster.progress import progress_file
-from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from tasks.engine.costs import Cost, cost_of
 from tasks.engine.remembered import Remembered
@@ -172,7 +171,7 @@ class StageRun:
                 for each other's.
         """
         self.session.check()
-        resources: Resources = getattr(self.recipe.compute, kind)
+        resources = self.recipe.compute.of(kind)
         if not uses_gpu:
             resources = resources.without_gpus()
         most = len(pieces) * max(1, len(self.stage.items(self.recipe)))  # items run side by side
@@ -262,8 +261,7 @@ class StageRun:
 
     def device(self, kind: str) -> str:
         """Where pieces of this kind compute."""
-        resources: Resources = getattr(self.recipe.compute, kind)
-        return resources.device
+        return self.recipe.compute.of(kind).device
 
 
 def _among(piece: Piece, count: int) -> Piece:

@@ -200,7 +200,8 @@ class Planned:
             said += gigabytes(machine.memory)
             yield Fault(f"compute.{self.kind}", said, "use a larger machine")
         if self.resources.gpus:
-            needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
+            several = max(1.0, self.resources.gpus)
+            needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory * several)
             where = "of GPU memory"
             together = self.on_a_gpu(machine)
             if not machine.gpus:  # which is what is said

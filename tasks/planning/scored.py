@@ -1,7 +1,10 @@
 """What scoring on tasks will need."""
 
 from collections.abc import Iterator
+from functools import partial
+from math import ceil
 
+from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models
 from tasks.planning.joined import OWN_KINDS
@@ -16,7 +19,7 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     How long it takes is not known: that is the tasks' to say. A method whose model is no mixture
     says what it needs.
     """
-    resources, models = recipe.compute.evaluation, scored_models(recipe)
+    resources, models = recipe.compute.of("task_evaluation"), scored_models(recipe)
     averages = any(len(checkpoints) > 1 for checkpoints in models.values())
     config, shape = recipe.task_evaluation, joined(recipe, subjects.shape)
     rows = [row for row in recipe.baselines.values() if row.trains]
@@ -35,7 +38,16 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
             read=pieces * size,
             flops=None,
             memory=needed,
-            kind="evaluation",
+            kind=recipe.compute.named("task_evaluation"),
             resources=resources,
             remedies=[*remedies, "fewer rows in task_evaluation.models"],
+            lighter=partial(_divided, resources, needed),
         )
+
+
+def _divided(resources: Resources, needed: int, most: int, gpus: float) -> list[str]:
+    """The setting with which enough GPUs hold a model among them, where the machine has so many."""
+    if not resources.gpus:
+        return []
+    count = ceil(needed / (most / max(1.0, resources.gpus)))
+    return [f"compute.task_evaluation.gpus = {count}"] if count <= gpus else []

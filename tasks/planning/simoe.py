@@ -70,8 +70,8 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         read=scored * size,
         flops=None,
         memory=2 * size,  # as it is read, and gates that are made of it
-        kind="evaluation",
-        resources=resources,
+        kind=recipe.compute.named("task_evaluation"),
+        resources=recipe.compute.of("task_evaluation"),
     )
 
 

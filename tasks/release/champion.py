@@ -93,7 +93,9 @@ class Champion:
         mark = workspace.digest(f"task_scores/{recipe.method}")
 
         def ask(some: Piece) -> Answered:
-            return read_scores(self.run(replace(some, each=()), f"{mark}").path)
+            return read_scores(
+                self.run(replace(some, each=()), f"{mark}", kind="task_evaluation").path
+            )
 
         answers = Answers(workspace, CHAMPION, models=self._digests)
         return answers.of(task_piece(recipe, [self.directory], task_sets), ask)
@@ -104,8 +106,14 @@ class Champion:
         tag = self.version.tags.get(MODEL_TAG)
         return {} if tag is None else {self.directory: tag}
 
-    def run(self, piece: Piece, mark: str) -> Done:
-        """Run a piece on a copy of its files; ``mark`` names what decides the result."""
+    def run(self, piece: Piece, mark: str, *, kind: str = "evaluation") -> Done:
+        """Run a piece on a copy of its files.
+
+        Args:
+            piece: What to run.
+            mark: Names what decides the result.
+            kind: Of the work, as in ``compute.KIND``.
+        """
         workspace = self.session.workspace
         # Another registered model, or another registry, has a version of the same number.
         which = fingerprint({"version": self.version.reference, "model": self.version.model_id})
@@ -129,7 +137,7 @@ class Champion:
         done = run_pieces(
             [piece],
             directory=directory,
-            resources=self.session.recipe.compute.evaluation,
+            resources=self.session.recipe.compute.of(kind),
             label="register",
             watch=look,
             log=self.session.log,

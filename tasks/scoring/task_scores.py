@@ -42,7 +42,7 @@ def task_scores_of(models: Callable[[Recipe], Models]) -> Stage:
         piece = task_piece(run.recipe, paths, task_sets)
 
         def ask(some: Piece) -> Answered:
-            return read_scores(run.run([replace(some, each=())], "evaluation")[some.name].path)
+            return read_scores(run.run([replace(some, each=())], "task_evaluation")[some.name].path)
 
         answers = Answers(run.session.workspace, run.stage.label(run.item))
         scores, items = answers.of(piece, ask)
@@ -58,7 +58,7 @@ def task_piece(recipe: Recipe, models: Sequence[Path], task_sets: Mapping[str, P
         "task_sets": task_sets,
         "config": recipe.task_evaluation,
         "bos": recipe.corpus.bos,
-        "device": recipe.compute.evaluation.device,
+        "device": recipe.compute.of("task_evaluation").device,
     }
     return Piece(name="tasks", function=score_model, arguments=arguments, each=("task_sets",))
 

@@ -17,10 +17,12 @@ def test_a_version_that_was_made_with_idle_gpus_is_restored(tmp_path):
     resolved = resolve(validate(pico_recipe(tmp_path)))
     for kind, gpus in {"experts": 2.0, "statistics": 0.5, "evaluation": 4.0}.items():
         resolved["compute"][kind]["gpus"] = gpus
+    resolved["compute"]["task_evaluation"] = {"gpus": 2.0}
     files = {"recipe.yaml": yaml.safe_dump(resolved), "dvc.lock": "stages: {}"}
     registry = SimpleNamespace(text=lambda version, name: files[name])
     compute = _recipe(registry, SimpleNamespace(tags={}, reference="models:/pico/1")).compute
     assert (compute.experts.gpus, compute.statistics.gpus, compute.evaluation.gpus) == (1, 0.5, 1)
+    assert compute.task_evaluation.gpus == 2  # one model's layers on each: none is idle
 
 
 def test_a_remote_of_prefect_s_page_is_seen_from_the_home_as_its_form_says(tmp_path, monkeypatch):

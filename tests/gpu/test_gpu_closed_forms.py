@@ -11,6 +11,7 @@ from tests.closed_forms import TOLERANCE, assert_alike, calls, made
 from tests.upcycle_core.dume.test_dume_repair import write_corpus
 from tests.upcycle_core.moe.joined import join
 from tests.upcycle_core.symphony.test_symphony_moments import stranger, texts  # noqa: F401  (a fixture)
+from upcycle_core.checkpoints.divided import gpu_rooms
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import moe_similarity
@@ -46,6 +47,18 @@ def test_logits_of_a_moe(tmp_path):
         there = load_causal_lm(moe, device="cuda")(ids.cuda()).logits.cpu()
         eager = AutoModelForCausalLM.from_pretrained(moe, experts_implementation="eager")
         assert torch.allclose(there, eager(ids).logits, atol=1e-4)
+
+
+def test_a_moe_that_all_gpus_hold_among_them_answers_as_on_the_cpu(tmp_path):
+    moe = join(tmp_path, top_k=2).model
+    ids = torch.arange(2, 40).view(2, -1)
+    there, here = (load_causal_lm(moe, device=device) for device in ("auto", "cpu"))
+    assert {str(place) for place in there.hf_device_map.values()} <= set(gpu_rooms())
+    with torch.inference_mode():
+        assert torch.allclose(there(ids.cuda()).logits.cpu(), here(ids).logits, atol=1e-4)
+        ends = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+        given = [model.generate(ids.to(model.device), **ends).cpu() for model in (there, here)]
+    assert torch.equal(*given)
 
 
 @pytest.mark.parametrize("features", ["fp32", "bf16"])

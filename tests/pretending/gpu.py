@@ -1,12 +1,13 @@
-"""A GPU that is none: tensors that say they lie on one, with their numbers on the CPU.
+"""GPUs that are none: tensors that say they lie on one, with their numbers on the CPU.
 
-What CUDA refuses is refused: operations on tensors of both devices, tensors of the CPU that ones of
-the GPU index, sums that are added to across devices, ``.numpy()``. It is registered for the whole
+What CUDA refuses is refused: operations on tensors of two devices, tensors of the CPU that ones of
+a GPU index, sums that are added to across devices, ``.numpy()``. They are registered for the whole
 process, which has to be one of its own.
 """
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +32,15 @@ STRICT = ("index_select", "gather", "scatter_add_", "take", "mm", "addmm")
 
 
 class Pretended(torch.Tensor):
-    """A tensor on that GPU; ``inner`` has its numbers."""
+    """A tensor on such a GPU; ``inner`` has its numbers."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     is_cuda = property(lambda self: True)
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> "Pretended":
+    def __new__(
+        cls, inner: torch.Tensor, requires_grad: bool = False, index: int = 0
+    ) -> "Pretended":
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -45,14 +48,14 @@ class Pretended(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             layout=inner.layout,
-            device=DEVICE,
+            device=f"{NAME}:{index}",
             requires_grad=requires_grad,
         )
-        made.inner = inner
+        made.inner, made.index = inner, index
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = Pretended(self.inner.clone())
+        memo[id(self)] = copied = Pretended(self.inner.clone(), index=self.index)
         return copied
 
     def tolist(self) -> Any:
@@ -76,7 +79,7 @@ class Pretended(torch.Tensor):
 
 
 class Pretending(TorchDispatchMode):
-    """Inside, tensors can be made on it."""
+    """Inside, tensors can be made on them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return computed(func, args, kwargs or {})
@@ -91,22 +94,33 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     is_inplace = name.endswith("_") and not name.endswith("__") and bool(leaves)
     if there and here and func not in COPIES:
         refuse(func, name, args, here, is_inplace=is_inplace)
+    if len({leaf.index for leaf in there if leaf.dim()}) > 1 and func not in COPIES:
+        raise RuntimeError(f"{func}: tensors are on several GPUs")
     asked = kwargs.get("device")
     kind = None if asked is None else torch.device(asked).type
+    index = (torch.device(asked).index or 0) if kind == NAME else _index(there)
     moved = {**kwargs, "device": torch.device("cpu")} if kind == NAME else kwargs
     plain_args, plain_kwargs = tree_map(unwrapped, (args, moved))
     if func is aten.mm.dtype:  # CUDA's alone
         one, other, dtype = plain_args
         assert there
-        return Pretended(one.to(dtype) @ other.to(dtype))
+        return Pretended(one.to(dtype) @ other.to(dtype), index=index)
     if func is aten.histc.default and not plain_args[0].is_floating_point():  # CUDA takes them
-        return Pretended(func(plain_args[0].float(), *plain_args[1:]).to(plain_args[0].dtype))
+        counted = func(plain_args[0].float(), *plain_args[1:]).to(plain_args[0].dtype)
+        return Pretended(counted, index=index)
     out = func(*plain_args, **plain_kwargs)
     if is_inplace:
         return args[0]
     if "out" in kwargs:
         return kwargs["out"]
-    return tree_map(wrapped, out) if (kind == NAME if kind else there) else out
+    if not (kind == NAME if kind else there):
+        return out
+    return tree_map(partial(wrapped, index=index), out)
+
+
+def _index(there: list[Pretended]) -> int:
+    """The GPU that a result is left on: what a number of another one is added to decides."""
+    return next((leaf.index for leaf in sorted(there, key=lambda leaf: not leaf.dim())), 0)
 
 
 def refuse(func: Any, name: str, args: Any, here: Any, *, is_inplace: bool) -> None:
@@ -128,9 +142,9 @@ def unwrapped(value: Any) -> Any:
     return value.inner if isinstance(value, Pretended) else value
 
 
-def wrapped(value: Any) -> Any:
+def wrapped(value: Any, index: int) -> Any:
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, Pretended)
-    return Pretended(value) if is_plain else value
+    return Pretended(value, index=index) if is_plain else value
 
 
 class _Backend(registration._DummyBackendModule):

@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
+from upcycle_core.checkpoints.divided import AUTO, divide, entrance, gpu_rooms
 from upcycle_core.checkpoints.experts import register
 from upcycle_core.checkpoints.fused import StockTensors
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -48,14 +49,14 @@ def load_causal_lm(
     Args:
         directory: A Hugging Face checkpoint of safetensors, dense or MoE.
         dtype: Type that the weights get.
-        device: Where they go.
+        device: Where they go; ``auto`` is all GPUs that this process sees, whole layers on each.
         precision: Arithmetic that the forward pass will use, which decides how experts run; that
             of ``dtype`` by default. Say ``bf16`` where fp32 weights will run under autocast.
         training: Whether it will be trained, which decides how experts run as well.
 
     Raises:
         InputError: A tensor is missing, unexpected or of another shape, or a head that
-            config.json calls tied is not.
+            config.json calls tied is not; or the GPUs have no room for it.
     """
     directory = Path(directory)
     options: dict[str, Any] = {}
@@ -64,7 +65,7 @@ def load_causal_lm(
     if has_experts:
         precision = precision or ("bf16" if dtype == torch.bfloat16 else "fp32")
         options["experts_implementation"] = choose_experts_implementation(
-            device, precision, training=training
+            entrance(device), precision, training=training
         )
     model: Any
     info: Mapping
@@ -84,7 +85,8 @@ def load_causal_lm(
             )
         model, info = loaded
     check_loading(model, info, str(directory))
-    return model.to(device).eval()
+    model.eval()
+    return divide(model, gpu_rooms()) if device == AUTO else model.to(device)
 
 
 def _load_stock_moe(

@@ -193,6 +193,16 @@ def test_all_faults_come_in_one_message(values):
             "idle; use 1",
         ),
         (
+            {"compute": {"evaluation": {"gpus": 2}}},
+            "compute.evaluation.gpus = 2.0: a piece computes on one GPU, and the others would be "
+            "idle; use 1, and to divide a model that is scored on tasks "
+            "compute.task_evaluation.gpus: 2",
+        ),
+        (
+            {"compute": {"task_evaluation": {"gpus": 2.5}}},
+            "compute.task_evaluation.gpus = 2.5: Ray reserves a share of one, or whole ones; use 3",
+        ),
+        (
             {"compute": {"experts": {"gpus": 2}}},
             "compute.experts.gpus = 2.0: a piece computes on one GPU, and the others would be "
             "idle; use 1, and for a training on several compute.experts.workers: 2",

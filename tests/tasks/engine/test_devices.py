@@ -71,9 +71,9 @@ def recipe_on_gpus(files, *more, gpus=1):
     return load_recipe(first, changes, added=added)
 
 
-def handed_over(tmp_path, files, name, item, *, calls=1, gpus=1):
+def handed_over(tmp_path, files, name, item, *, calls=1, gpus=1, more=()):
     """The pieces of a stage's ``calls``-th call, their kind, and whether they are given a GPU."""
-    recipe = recipe_on_gpus(files, gpus=gpus)
+    recipe = recipe_on_gpus(files, *more, gpus=gpus)
     session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
     report = session.workspace.path("report")
     report.mkdir(parents=True)
@@ -121,11 +121,23 @@ def handed_over(tmp_path, files, name, item, *, calls=1, gpus=1):
 def test_pieces_compute_on_the_device_that_is_reserved(tmp_path, files, name, item, calls):
     pieces, kind, uses_gpu = handed_over(tmp_path, files, name, item, calls=calls)
     assert pieces
-    assert kind in KINDS
+    assert kind in (*KINDS, "task_evaluation")
     assert uses_gpu
     assert {piece.name: piece.arguments.get("device") for piece in pieces} == {
         piece.name: "cuda" for piece in pieces
     }
+
+
+@pytest.mark.parametrize("name", ["task_scores", "task_routing"])
+def test_several_gpus_hold_a_model_that_is_scored_on_tasks(tmp_path, monkeypatch, name):
+    item = "dume" if name == "task_scores" else ""
+    more = ("compute.task_evaluation={gpus: 2}", "task_evaluation.routing=[oracle]")
+    pieces, kind, uses_gpu = handed_over(tmp_path, DUME, name, item, more=more)
+    assert (kind, uses_gpu) == ("task_evaluation", True)
+    assert [piece.arguments["device"] for piece in pieces] == ["auto"]
+    compute = recipe_on_gpus(DUME, *more).compute
+    assert (compute.of(kind).gpus, compute.of("evaluation").gpus) == (2, 1)
+    assert replace(compute, task_evaluation=None).of(kind) == compute.evaluation
 
 
 @pytest.mark.parametrize(
@@ -217,9 +229,9 @@ def test_a_gpu_is_reserved_for_pieces_that_use_it(tmp_path, monkeypatch, uses_gp
     assert reserved == [asked if uses_gpu else replace(asked, gpus=0.0, accelerator=None)]
 
 
-def champion_of(tmp_path, files, monkeypatch):
+def champion_of(tmp_path, files, monkeypatch, *more):
     """A champion of another run, and the list that its pieces and resources go to."""
-    recipe = recipe_on_gpus(files)
+    recipe = recipe_on_gpus(files, *more)
     session = Session(recipe, Workspace(tmp_path / recipe.name), log=lambda text: None)
     handed = []
 
@@ -237,14 +249,24 @@ def champion_of(tmp_path, files, monkeypatch):
     return Champion(session, None, version, tmp_path), handed
 
 
-@pytest.mark.parametrize("judge", ["perplexities", "tasks"])
-def test_the_champion_is_judged_on_the_device_that_is_reserved(tmp_path, monkeypatch, judge):
-    champion, handed = champion_of(tmp_path, DUME, monkeypatch)
+@pytest.mark.parametrize(
+    ("judge", "more", "gpus", "device"),
+    [
+        ("perplexities", (), 1, "cuda"),
+        ("tasks", (), 1, "cuda"),
+        ("perplexities", ("compute.task_evaluation={gpus: 2}",), 1, "cuda"),
+        ("tasks", ("compute.task_evaluation={gpus: 2}",), 2, "auto"),
+    ],
+)
+def test_the_champion_is_judged_on_the_device_that_is_reserved(
+    tmp_path, monkeypatch, judge, more, gpus, device
+):
+    champion, handed = champion_of(tmp_path, DUME, monkeypatch, *more)
     heldout = {d: {"tokens": 1, "bytes": 1} for d in champion.session.recipe.domains}
     champion.perplexities(heldout) if judge == "perplexities" else champion.tasks()
     [(piece, resources)] = handed
-    assert resources.gpus == 1
-    assert piece.arguments["device"] == "cuda"
+    assert resources.gpus == gpus
+    assert piece.arguments["device"] == device
 
 
 @pytest.mark.parametrize("judge", ["perplexities", "tasks"])

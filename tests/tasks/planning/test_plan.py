@@ -5,6 +5,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from math import ceil
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from forms import change_json, save_adapter, save_bpe_model, save_gguf
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from pico import pico_config
 
+from infra.cluster.memory import GPU_SHARE
 from infra.recipe.resources import WorkerResources
 from tasks.planning.machine import Machine, remote_directory
 from tasks.planning.parts import CHECKPOINTS, training
@@ -544,6 +546,29 @@ def test_tasks_are_scored_by_models_that_are_held_whole(tmp_path, llama, precisi
     assert re.search(r"time \d[^,]* \(scaled\), and more: not known of every stage$", line)
     # The average of all is put together beside the models that are there.
     assert rows(found)["task_scores"].passing == 2 * WHOLE
+
+
+def test_a_model_that_one_gpu_cannot_hold_for_tasks_is_divided_among_so_many(tmp_path, llama):
+    common = {"memory": 10**12, "cpus": 64, "disk": 10**13, "gpu_memory": 24 * 10**9}
+    tasks = {"tasks": {"words": {"heldout": "last_word", "domain": "law"}}}
+    tasks["task_evaluation"] = {"precision": "bf16"}
+    said = {}
+    for there in (2, 4):
+        machine = Machine(**common, gpus=there)
+        for asked in (None, 1, 2, 3):
+            compute = {"evaluation": GPU, "statistics": GPU}
+            compute |= {"task_evaluation": {"gpus": asked}} if asked else {}
+            found = made(tmp_path, llama, machine=machine, compute=compute, **tasks)
+            said[there, asked] = {key: remedy for key, (_, remedy) in faults(found).items()}
+    needed = rows(found)["task_scores"].memory
+    enough = ceil(needed / (GPU_SHARE * common["gpu_memory"]))
+    assert enough == 3
+    assert "compute.task_evaluation.gpus = 3" in said[4, None]["compute.evaluation"]
+    for asked in (1, 2):
+        assert "compute.task_evaluation.gpus = 3" in said[4, asked]["compute.task_evaluation"]
+        assert "gpus = 3" not in said[2, asked]["compute.task_evaluation"]
+    assert not said[4, 3]
+    assert said[2, 3].keys() == {"compute.task_evaluation.gpus"}
 
 
 def test_a_comparison_goes_layer_by_layer_where_all_its_models_can(tmp_path, llama):

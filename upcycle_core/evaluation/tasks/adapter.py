@@ -61,7 +61,8 @@ def evaluate_tasks(
         bos: Whether a beginning-of-sequence token stands before each prompt.
         variant: Other routers, or another k, than a MoE was saved with.
         experts: {task: index of the expert of a MoE that all its tokens go to}.
-        device: Where the model runs.
+        device: Where the model runs; ``auto`` is all GPUs that this process sees, its layers
+            divided among them.
         progress: Told of requests as they are answered.
         finished: Given each task, its score and its items, before the next is asked.
 

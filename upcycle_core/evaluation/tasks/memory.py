@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
+from upcycle_core.checkpoints.divided import AUTO
 from upcycle_core.memory import free_memory
 
 if TYPE_CHECKING:
@@ -44,5 +45,8 @@ def _width(config: PretrainedConfig) -> int:
 
 
 def free_on(device: str) -> int:
-    """Bytes that are free where the model runs."""
-    return free_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    """Bytes that are free where the model runs; of several GPUs, on the one that has the least."""
+    if device == "cpu":
+        return free_memory()
+    places = range(torch.cuda.device_count()) if device == AUTO else [device]
+    return min(torch.cuda.mem_get_info(place)[0] for place in places)
