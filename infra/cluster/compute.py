@@ -59,6 +59,8 @@ PROBE_SECONDS = 10.0
 
 AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
 """When Ray runs a piece again."""
+TRIES = 3
+"""How often a client (ray://) asks a head that is too busy to take it in."""
 LOOPBACK = "127.0.0.1"
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
@@ -151,7 +153,7 @@ def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
     try:
         _probe(address)
         with handlers_kept():
-            ray.init(
+            _ask_in(
                 address=address,
                 runtime_env={
                     "working_dir": str(code),
@@ -171,6 +173,22 @@ def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
             "~/.ray/auth_token and set RAY_AUTH_MODE=token. Unset RAY_ADDRESS to compute here"
         )
         raise InputError(Fault("RAY_ADDRESS", address, remedy)) from error
+
+
+def _ask_in(**asked: Any) -> None:
+    """Connect; ask again where the head gives up on the process that a client is to talk to.
+
+    Ray waits half a minute for that one to start, which a busy head may take longer for.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            ray.init(**asked)
+        except ConnectionAbortedError:
+            if not left:
+                raise
+            ray.shutdown()
+        else:
+            return
 
 
 def _probe(address: str) -> None:

@@ -6,10 +6,11 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -173,6 +174,7 @@ def started(folder: Path, *, cpus: int = 2):
         **inherited,
         # Ray's sockets want a short path, and who looks for a Ray "anywhere" should not find this.
         "RAY_TMPDIR": str(Path(os.environ["RAY_TMPDIR"]) / "head"),
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(START_SECONDS),
         **ACCESS,
     }
     Path(environment["RAY_TMPDIR"]).mkdir(exist_ok=True)
@@ -314,6 +316,28 @@ def test_an_address_without_a_ray_is_told_at_once(address, reason):
         cluster(place, None, ROOT),
     ):
         pass
+
+
+@pytest.mark.parametrize("refusals", [2, 3])
+def test_a_head_that_is_too_busy_to_take_a_client_in_is_asked_again(monkeypatch, refusals):
+    asked = []
+
+    def init(**settings):
+        asked.append(settings["address"])
+        if len(asked) <= refusals:
+            raise ConnectionAbortedError("Initialization failure from server: too slow")
+
+    monkeypatch.setattr("infra.cluster.compute.ray.init", init)
+    monkeypatch.setattr("infra.cluster.compute._check_machines", lambda address, folder: None)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = f"ray://127.0.0.1:{listening.getsockname()[1]}"
+        place = dataclasses.replace(read(os.environ), ray_address=address)
+        refused = pytest.raises(InputError, match=r"no connection .*Initialization failure")
+        with nullcontext() if refusals < 3 else refused, cluster(place, None, ROOT):
+            pass
+    assert asked == [address] * 3
 
 
 @pytest.mark.faults
