@@ -200,8 +200,7 @@ class Planned:
             said += gigabytes(machine.memory)
             yield Fault(f"compute.{self.kind}", said, "use a larger machine")
         if self.resources.gpus:
-            several = max(1.0, self.resources.gpus)
-            needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory * several)
+            needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
             where = "of GPU memory"
             together = self.on_a_gpu(machine)
             if not machine.gpus:  # which is what is said

@@ -1,10 +1,9 @@
 """What scoring on tasks will need."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from math import ceil
+from itertools import islice
 
-from infra.recipe.resources import Resources
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models
 from tasks.planning.joined import OWN_KINDS
@@ -26,6 +25,7 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     mixed = [row.experts(subjects.domains) for row in rows if row.method not in OWN_KINDS]
     experts = max([subjects.domains, *mixed])
     needed = memory.weights_held(shape, config.precision, resources.device, experts=experts)
+    of_each = partial(memory.divided_bytes, needed, shape, config.precision, resources.device)
     size = shape.itemsize * shape.mixture(experts)
     remedies = ["task_evaluation.precision = bf16"] if config.precision == "fp32" else []
     dense = averages * shape.itemsize * shape.whole
@@ -37,17 +37,15 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
             passing=passing,
             read=pieces * size,
             flops=None,
-            memory=needed,
+            memory=of_each(resources.gpus),
             kind=recipe.compute.named("task_evaluation"),
             resources=resources,
             remedies=[*remedies, "fewer rows in task_evaluation.models"],
-            lighter=partial(_divided, resources, needed),
+            lighter=partial(_enough, of_each) if resources.gpus else None,
         )
 
 
-def _divided(resources: Resources, needed: int, most: int, gpus: float) -> list[str]:
-    """The setting with which enough GPUs hold a model among them, where the machine has so many."""
-    if not resources.gpus:
-        return []
-    count = ceil(needed / (most / max(1.0, resources.gpus)))
-    return [f"compute.task_evaluation.gpus = {count}"] if count <= gpus else []
+def _enough(of_each: Callable[[float], int], most: int, gpus: float) -> list[str]:
+    """The setting with which GPUs hold a model among them, where the machine has so many."""
+    counts = (count for count in range(2, int(gpus) + 1) if of_each(count) <= most)
+    return [f"compute.task_evaluation.gpus = {count}" for count in islice(counts, 1)]

@@ -62,16 +62,18 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         resources=resources,
         remedies=remedies,
     )
-    scored = len(scored_models(recipe))
+    scored, precision = len(scored_models(recipe)), recipe.task_evaluation.precision
+    asking = recipe.compute.of("task_evaluation")
     yield Planned(
         "task_scores",
         scored,
         scored,
         read=scored * size,
         flops=None,
-        memory=2 * size,  # as it is read, and gates that are made of it
+        # As it is read, and gates that are made of it.
+        memory=memory.divided_bytes(2 * size, shape, precision, asking.device, asking.gpus),
         kind=recipe.compute.named("task_evaluation"),
-        resources=recipe.compute.of("task_evaluation"),
+        resources=asking,
     )
 
 

@@ -6,6 +6,8 @@ memory; those of a MoE are put together, expert upon expert, and do.
 Shapes: L layers, H hidden size, I intermediate size, V vocabulary, T tokens, D experts.
 """
 
+from math import ceil
+
 from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
@@ -254,6 +256,27 @@ def weights_held(shape: Shape, precision: Arithmetic, device: str, *, experts: i
         weights = max(0, weights - size * shape.ffns)
         weights += size * experts * shape.ffns
     return weights
+
+
+def divided_bytes(
+    needed: int, shape: Shape, precision: Arithmetic, device: str, gpus: float
+) -> int:
+    """Of each of several GPUs that hold a model's weights among them; of one all of them.
+
+    Modules are not divided themselves, and accelerate keeps room for one more on the first GPU.
+
+    Args:
+        needed: Bytes of all weights.
+        shape: The model's, or that of its dense model.
+        precision: What it computes in.
+        device: As a recipe's resources say it.
+        gpus: How many there are.
+    """
+    if gpus <= 1:
+        return needed
+    embedding = weights_type(precision, device).itemsize * shape.vocabulary * shape.hidden
+    largest = max(embedding, needed // shape.layers)
+    return ceil((needed + (gpus + 1) * largest) / gpus)
 
 
 def _logits(shape: Shape, batch: tuple[int, int], size: int) -> int:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from dataclasses import replace
-from math import ceil
 
 import httpx
 import pytest
@@ -552,23 +551,25 @@ def test_a_model_that_one_gpu_cannot_hold_for_tasks_is_divided_among_so_many(tmp
     common = {"memory": 10**12, "cpus": 64, "disk": 10**13, "gpu_memory": 24 * 10**9}
     tasks = {"tasks": {"words": {"heldout": "last_word", "domain": "law"}}}
     tasks["task_evaluation"] = {"precision": "bf16"}
-    said = {}
-    for there in (2, 4):
+    said, held = {}, {}
+    for there in (3, 8):
         machine = Machine(**common, gpus=there)
-        for asked in (None, 1, 2, 3):
+        for asked in (None, 1, 3, 4):
             compute = {"evaluation": GPU, "statistics": GPU}
             compute |= {"task_evaluation": {"gpus": asked}} if asked else {}
             found = made(tmp_path, llama, machine=machine, compute=compute, **tasks)
             said[there, asked] = {key: remedy for key, (_, remedy) in faults(found).items()}
-    needed = rows(found)["task_scores"].memory
-    enough = ceil(needed / (GPU_SHARE * common["gpu_memory"]))
-    assert enough == 3
-    assert "compute.task_evaluation.gpus = 3" in said[4, None]["compute.evaluation"]
-    for asked in (1, 2):
-        assert "compute.task_evaluation.gpus = 3" in said[4, asked]["compute.task_evaluation"]
-        assert "gpus = 3" not in said[2, asked]["compute.task_evaluation"]
-    assert not said[4, 3]
-    assert said[2, 3].keys() == {"compute.task_evaluation.gpus"}
+            held[asked] = rows(found)["task_scores"].memory
+    weights = 2 * (WHOLE + 4 * FFNS)
+    assert held[None] == held[1] == weights
+    assert weights / 4 < held[4] < 0.6 * weights / 2
+    assert held[4] < GPU_SHARE * common["gpu_memory"] < held[3]
+    assert "compute.task_evaluation.gpus = 4" in said[8, None]["compute.evaluation"]
+    for asked in (1, 3):
+        assert "compute.task_evaluation.gpus = 4" in said[8, asked]["compute.task_evaluation"]
+        assert ".gpus" not in said[3, asked]["compute.task_evaluation"]
+    assert not said[8, 4]
+    assert said[3, 4].keys() == {"compute.task_evaluation.gpus"}
 
 
 def test_a_comparison_goes_layer_by_layer_where_all_its_models_can(tmp_path, llama):
