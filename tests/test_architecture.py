@@ -25,6 +25,7 @@ ONLY_IN = {
     "ray": {
         "infra/cluster/answers.py",
         "infra/cluster/compute.py",
+        "infra/cluster/connection.py",
         "infra/cluster/distributed.py",
         "infra/cluster/private.py",
         "infra/cluster/servers.py",

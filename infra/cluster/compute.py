@@ -8,7 +8,6 @@ survive a kill and a shared file system is all that a cluster needs.
 
 import fcntl
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,6 +24,7 @@ from infra.cluster import sessions
 from infra.cluster.answers import brief, get, loss, loss_named
 from infra.cluster.calls import made_there
 from infra.cluster.capacity import compute_faults, room_faults
+from infra.cluster.connection import connect
 from infra.cluster.pieces import Done, Piece, finish, is_finished, read_done, remove
 from infra.cluster.progress import REPORT_SECONDS, progress_file
 from infra.cluster.servers import few_servers
@@ -33,34 +33,12 @@ from infra.cluster.waiting import Waiting
 from infra.cluster.worker import GROUP_FILE, TRAIN_ENVIRONMENT, Performed, WorkerLost, perform
 from infra.recipe.resources import ComputeConfig, Resources
 from infra.services.stopping import handlers_kept
-from infra.settings import Settings, environment_of, ray_token
+from infra.settings import Settings, ray_token
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.memory import cores, total_memory
 
-# What ends up on the machines of a cluster, and so what pieces can import there: nothing else that
-# lies in the checkout is looked at. The rules are those of .gitignore files; `!/.` is the checkout.
-SHIPPED = ("infra", "tasks", "upcycle_core")
-EXCLUDED = ["/*", "!/.", *(f"!/{package}" for package in SHIPPED), "__pycache__"]
-# What `infra.settings` sets that pieces heed. A local Ray has the environment of the flow.
-PIECE_VARIABLES = (
-    "DO_NOT_TRACK",
-    "HF_HUB_DISABLE_TELEMETRY",
-    "MPLBACKEND",
-    "LRU_CACHE_CAPACITY",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-    # Heeded where a piece's owner is: of a client (ray://), that is a process beside the head.
-    "RAY_task_oom_retries",
-    "TOKENIZERS_PARALLELISM",
-)
-# What a user may have set for datasets that pieces open. A token is no word for a runtime
-# environment, which Ray shows.
-HUB_VARIABLES = ("HF_ENDPOINT", "HF_HUB_OFFLINE")
-PROBE_SECONDS = 10.0
-
 AGAIN: Mapping[str, Any] = {"max_retries": 3, "retry_exceptions": [WorkerLost]}
 """When Ray runs a piece again."""
-TRIES = 3
-"""How often a client (ray://) asks a head that is too busy to take it in."""
 LOOPBACK = "127.0.0.1"
 SERVERS = ("gcs_server", "raylet")
 """Names of the processes without which a local Ray computes nothing."""
@@ -104,7 +82,7 @@ def cluster(
         with _local(settings, cpus, quiet, dashboard):
             yield
         return
-    _connect(settings, code, quiet)
+    connect(settings, code, quiet)
     try:
         _check_machines(settings.ray_address, workspace or settings.home)
         with made_there():
@@ -145,57 +123,6 @@ def _local(
             _SERVERS.clear()
             ray.shutdown()
             sessions.remove_own(settings.ray_sessions)
-
-
-def _connect(settings: Settings, code: Path, quiet: Mapping[str, Any]) -> None:
-    address = settings.ray_address
-    found = environment_of(settings)
-    try:
-        _probe(address)
-        with handlers_kept():
-            _ask_in(
-                address=address,
-                runtime_env={
-                    "working_dir": str(code),
-                    "excludes": EXCLUDED,
-                    "env_vars": {
-                        **{name: found[name] for name in PIECE_VARIABLES},
-                        **{name: found[name] for name in HUB_VARIABLES if name in found},
-                    },
-                },
-                **quiet,
-            )
-    except (OSError, RuntimeError, ValueError) as error:
-        ray.shutdown()
-        remedy = (
-            f"no connection ({brief(error)}); give ray://HOST:10001 from any machine, or "
-            "HOST:6379 on a machine of that Ray. If it asks for a token: put it into "
-            "~/.ray/auth_token and set RAY_AUTH_MODE=token. Unset RAY_ADDRESS to compute here"
-        )
-        raise InputError(Fault("RAY_ADDRESS", address, remedy)) from error
-
-
-def _ask_in(**asked: Any) -> None:
-    """Connect; ask again where the head gives up on the process that a client is to talk to.
-
-    Ray waits half a minute for that one to start, which a busy head may take longer for.
-    """
-    for left in reversed(range(TRIES)):
-        try:
-            ray.init(**asked)
-        except ConnectionAbortedError:
-            if not left:
-                raise
-            ray.shutdown()
-        else:
-            return
-
-
-def _probe(address: str) -> None:
-    """Knock: where nobody listens, Ray would try for minutes and then end the process."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
 
 
 def _check_machines(address: str, folder: Path) -> None:

@@ -327,7 +327,7 @@ def test_a_head_that_is_too_busy_to_take_a_client_in_is_asked_again(monkeypatch,
         if len(asked) <= refusals:
             raise ConnectionAbortedError("Initialization failure from server: too slow")
 
-    monkeypatch.setattr("infra.cluster.compute.ray.init", init)
+    monkeypatch.setattr("infra.cluster.connection.ray.init", init)
     monkeypatch.setattr("infra.cluster.compute._check_machines", lambda address, folder: None)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
