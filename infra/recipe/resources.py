@@ -19,7 +19,8 @@ class Resources:
     cpus: int = field(default=1, metadata={"ge": 1})
     """CPU cores, and threads."""
     gpus: float = field(default=0.0, metadata={"ge": 0})
-    """GPUs; with none the piece computes on the CPU. Several hold a model's layers among them."""
+    """GPUs; with none the piece computes on the CPU. Of all kinds `task_evaluation` alone takes
+    several: they hold one model's layers among them."""
     memory: int | None = field(default=None, metadata={"gt": 0})
     """Bytes of a machine's memory; by default Ray counts none, and CPUs and GPUs alone say how many
     pieces run at once."""

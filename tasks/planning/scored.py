@@ -41,11 +41,17 @@ def task_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
             kind=recipe.compute.named("task_evaluation"),
             resources=resources,
             remedies=[*remedies, "fewer rows in task_evaluation.models"],
-            lighter=partial(_enough, of_each) if resources.gpus else None,
+            lighter=partial(enough, of_each) if resources.gpus else None,
         )
 
 
-def _enough(of_each: Callable[[float], int], most: int, gpus: float) -> list[str]:
-    """The setting with which GPUs hold a model among them, where the machine has so many."""
+def enough(of_each: Callable[[float], int], most: int, gpus: float) -> list[str]:
+    """The setting with which GPUs hold a model among them, where the machine has so many.
+
+    Args:
+        of_each: Bytes of each of so many GPUs.
+        most: What each of them may hold.
+        gpus: How many the machine has.
+    """
     counts = (count for count in range(2, int(gpus) + 1) if of_each(count) <= most)
     return [f"compute.task_evaluation.gpus = {count}" for count in islice(counts, 1)]

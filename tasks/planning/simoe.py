@@ -2,12 +2,14 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models
 from tasks.planning.joined import mixture_row, pruned_parameters
 from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
 from tasks.planning.row import Planned
+from tasks.planning.scored import enough
 from tasks.simoe.labels import planned_labels
 from tasks.simoe.rows import SIMOE, section, tuned
 from tasks.training import trained_rows
@@ -64,16 +66,18 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     )
     scored, precision = len(scored_models(recipe)), recipe.task_evaluation.precision
     asking = recipe.compute.of("task_evaluation")
+    # As it is read, and gates that are made of it.
+    of_each = partial(memory.divided_bytes, 2 * size, shape, precision, asking.device)
     yield Planned(
         "task_scores",
         scored,
         scored,
         read=scored * size,
         flops=None,
-        # As it is read, and gates that are made of it.
-        memory=memory.divided_bytes(2 * size, shape, precision, asking.device, asking.gpus),
+        memory=of_each(asking.gpus),
         kind=recipe.compute.named("task_evaluation"),
         resources=asking,
+        lighter=partial(enough, of_each) if asking.gpus else None,
     )
 
 

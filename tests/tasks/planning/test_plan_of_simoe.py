@@ -1,10 +1,13 @@
-"""What a plan says of SIMoE's training."""
+"""What a plan says of SIMoE's training, and of its scores on tasks."""
 
 import pytest
 from pico import pico_config
+from project import ROOT
 
 from tasks.planning.joined import mixture_row
-from tasks.recipes import validate
+from tasks.planning.machine import Machine
+from tasks.planning.plan import plan
+from tasks.recipes import load_recipe, validate
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.planning.shape import Shape
 from upcycle_core.planning.trained import gate_parameters, gated_parameters
@@ -19,3 +22,20 @@ def test_a_simoe_ends_with_an_older_checkpoint_that_is_sparse_enough(masks, toge
     planned = mixture_row("model", recipe, {"x": row}, {"x": shape}, kind="post_training")
     grown = gated_parameters(shape, row.simoe) + gate_parameters(shape, row.simoe)
     assert planned.each == together * 4 * (shape.whole + 3 * grown)
+
+
+@pytest.mark.parametrize("gpus", [1, 7])
+def test_one_that_a_gpu_cannot_hold_for_tasks_is_divided_among_so_many(tmp_path, gpus):
+    asked = {
+        "seed_model.model": ROOT / "recipes/large/llama-3-8b",
+        "tasks": f"{{sums: {{definition: {ROOT / 'recipes/tasks/gsm8k.yaml'}}}}}",
+        "compute.task_evaluation": f"{{gpus: {gpus}}}",
+    }
+    recipe = load_recipe(
+        ROOT / "recipes/simoe.yaml", [f"{key}={value}" for key, value in asked.items()]
+    )
+    machine = Machine(10**12, 16, 10**13, gpus=8, gpu_memory=24 * 10**9)
+    found = plan(recipe, tmp_path, machine, base=500_000_000)
+    said = {fault.field: fault.remedy for fault in found.faults()}
+    expected = {1: "compute.task_evaluation.gpus = 7", 7: None}
+    assert said.get("compute.task_evaluation") == expected[gpus]
