@@ -5,6 +5,7 @@ The environment is set here, before anything imports prefect, ray or mlflow: the
 
 import gc
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -52,15 +53,14 @@ from infra import settings  # noqa: E402  (the environment comes first)
 settings.configure()
 
 import pytest  # noqa: E402  (the same)
-import torch  # noqa: E402  (the same)
 from xdist.scheduler import LoadFileScheduling  # noqa: E402  (the same)
-
-torch.set_num_threads(1)
 
 TOGETHER = ("tests/upcycle_core/evaluation/tasks",)
 """Folders whose files are one worker's: each process reads the harness's thousands of files once,
 for ten seconds, and trains the model that adds once, for as long."""
 
+SERVERLESS = "tests/upcycle_core/"
+"""The last tests, which need no server."""
 
 _begun = {}
 
@@ -84,11 +84,22 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_configure(config):
-    """Workers ask one process for others, started while they collect tests."""
+    """Workers are forked from one process, and ask it for others."""
     if config.getvalue("dist") != "no" and not hasattr(config, "workerinput"):
         from tests import warm
 
         warm.share()
+    else:
+        import torch  # for seconds, which who runs no test does not wait for
+
+        torch.set_num_threads(1)
+
+
+def pytest_xdist_setupnodes(config, specs):
+    """See ``forked.py``."""
+    python = shlex.join([sys.executable, str(Path(__file__).with_name("forked.py"))])
+    for spec in specs:
+        spec.python = python
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,6 +108,8 @@ def pytest_runtest_protocol(item):
     it for garbage takes 0.4 s, and trainings and plans do so each time."""
     if item.path != _begun.get("file"):
         _begun["file"] = item.path
+        if item.nodeid.startswith(SERVERLESS) and "prefect_server" in sys.modules:
+            sys.modules["prefect_server"].stop()  # which is a tenth of a CPU when nobody asks it
         gc.collect()
         gc.freeze()
 

@@ -18,12 +18,15 @@ from pathlib import Path
 
 START_SECONDS = 300
 IDLE = (
+    "CLEANUP_RECONCILER",
+    "DB_VACUUM",
     "SCHEDULER",
     "LATE_RUNS",
     "CANCELLATION_CLEANUP",
     "FOREMAN",
     "PAUSE_EXPIRATIONS",
     "REPOSSESSOR",
+    "TRIGGERS",
 )
 """Services that look at the database every few seconds, for what no test waits for here."""
 TABLES = Path(os.environ["UPCYCLE_TESTS_SHARED"]) / "prefect-tables"
@@ -74,9 +77,12 @@ def _started() -> str:
         shutil.copytree(TABLES, home)
     home.mkdir(parents=True, exist_ok=True)
     off = {f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in IDLE}
+    python = [sys.executable]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        python.append(str(Path(__file__).with_name("forked.py")))
     with (home / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
+            [*python, "-m", "prefect", "server", "start", "--port", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **off, "PREFECT_HOME": str(home)},

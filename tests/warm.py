@@ -2,16 +2,20 @@
 
 Such a process is one of ``python -m MODULE ...``, ``-c CODE ...`` or ``[-P] FILE ...``: it has the
 words, environment, folder and output that were asked for, imports ``sitecustomize`` from its own
-path, and ends as Python ends. Ray's workers ask by ``watching/sitecustomize.py``.
+path, and ends as Python ends. Ray's workers ask by ``watching/sitecustomize.py``, and pytest-xdist
+starts its own by ``forked.py``.
 
-Nothing of ours is imported before, nor Prefect and Ray, which read the environment as they are
-imported. What reads it earlier is as in the process of tests: libraries of threads, the folder of
-models from a hub, the seed of hashes.
+Nothing of ours is imported before, nor Ray, whose library a fork of a process that loaded it waits
+in for ever. Prefect, which reads the environment as it is imported, seems not to be, and reads it
+once more where it is. What reads it earlier is as in the process of tests: libraries of threads,
+the folder of models from a hub, the seed of hashes.
 """
 
 import contextlib
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -25,7 +29,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,6 +54,14 @@ IMPORTED = (
     "pydantic_settings",
     "prometheus_client",
     "rich.console",
+    "datasets",
+    "peft",
+    "scipy.stats",
+    "matplotlib.image",
+    "rouge_score.rouge_scorer",
+    "accelerate",
+    "prefect.flows",
+    "prefect.server.api.server",
 )
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = os.path.join(os.environ.get("UPCYCLE_TESTS_SHARED", ""), "warm")
@@ -78,12 +90,28 @@ def address() -> str:
             path = _running[0][1]
         else:
             path = _start(os.path.join(tempfile.mkdtemp(), "warm"))
-        deadline = time.monotonic() + START_SECONDS
-        while not os.path.exists(path):
-            ended = [server for server, _ in _running if server.poll() is not None]
-            assert not ended, "the process that others are forked from has ended"
-            assert time.monotonic() < deadline, "it does not start"
-            time.sleep(0.05)
+        return _listening(path)
+
+
+def shared() -> str:
+    """The socket of the process that ``share`` started, asked for by a child of the same session.
+
+    Raises:
+        SystemExit: The session has ended.
+    """
+    own = os.getppid()
+    return _listening(SHARED, lambda: os.getppid() == own)
+
+
+def _listening(path: str, wanted: Callable[[], bool] = lambda: True) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while not os.path.exists(path):
+        ended = [server for server, _ in _running if server.poll() is not None]
+        assert not ended, "the process that others are forked from has ended"
+        assert time.monotonic() < deadline, "it does not start"
+        if not wanted():
+            raise SystemExit("the session has ended")
+        time.sleep(0.05)
     return path
 
 
@@ -150,6 +178,7 @@ def ask(
     cwd: str,
     env: Mapping[str, str],
     outputs: tuple[TextIO, TextIO],
+    given: TextIO | None = None,
 ) -> int:
     """Let a process be forked, and wait until it has ended; it is killed where nobody waits.
 
@@ -159,6 +188,7 @@ def ask(
         cwd: As for ``run``.
         env: As for ``run``.
         outputs: What it writes to.
+        given: What it reads from; nothing is where it is left out.
 
     Returns:
         Its exit code, or the signal that ended it as a negative number.
@@ -169,7 +199,8 @@ def ask(
     blocked = [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
     asked = {"command": [*command], "cwd": cwd, "env": dict(env), "blocked": blocked}
     request = json.dumps(asked).encode()
-    descriptors = [file.fileno() for file in outputs]
+    files = outputs if given is None else (*outputs, given)
+    descriptors = [file.fileno() for file in files]
     socket.send_fds(server, [f"{len(request):08d}".encode()], descriptors)
     server.sendall(request)
     if not (answer := server.recv(16)):
@@ -180,6 +211,36 @@ def ask(
 def _said(file: TextIO) -> str:
     # Whoever still writes has the same place in the file: it is not moved.
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
+class Held(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Prefect, which was imported and seems not to be, until somebody imports it."""
+
+    def __init__(self) -> None:
+        names = [name for name in sys.modules if name.partition(".")[0] == "prefect"]
+        self._modules: dict[str, Any] = {name: sys.modules.pop(name) for name in names}
+        self._spec = self._modules["prefect"].__spec__
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "prefect":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._modules["prefect"]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Read the environment as the import does."""
+        module.__spec__ = self._spec
+        sys.meta_path.remove(self)
+        sys.modules.update(self._modules)
+        self._modules["prefect.context"].refresh_global_settings_context()
+        configuration = self._modules["prefect.logging.configuration"]
+        configuration.PROCESS_LOGGING_CONFIG.clear()
+        configuration.setup_logging()
 
 
 class Forking:
@@ -229,7 +290,7 @@ class Forking:
         client.settimeout(WAIT_SECONDS)
         outputs: list[int] = []
         try:
-            length, outputs, _, _ = socket.recv_fds(client, 8, 2)
+            length, outputs, _, _ = socket.recv_fds(client, 8, 3)
             with client.makefile("rb") as stream:
                 request = json.loads(stream.read(int(length)))
             pid = os.fork()
@@ -240,7 +301,7 @@ class Forking:
             return None
         if pid == 0:
             self._leave(client)
-            for number, file in enumerate(outputs, 1):
+            for number, file in zip((1, 2, 0), outputs, strict=False):
                 os.dup2(file, number)
         else:
             self._children[pid] = client
@@ -322,6 +383,7 @@ def main() -> None:
     del sys.path[0]  # this file's folder
     for name in IMPORTED:
         importlib.import_module(name)
+    Held()
     gc.collect()
     gc.freeze()
     forking = Forking(sys.argv[1])
