@@ -1,6 +1,7 @@
 """A process that is forked is what Python would have started."""
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -98,6 +99,36 @@ def test_an_environment_may_be_large(tmp_path):
     code = "import os; print(sum(map(len, os.environ.values())) > 2_000_000)"
     done = warm.run(["-c", code], cwd=tmp_path, env=env, timeout=60)
     assert done.stdout == "True\n"
+
+
+PREFECT = """
+import json, logging, os, sys
+before = [name for name in sys.modules if name.partition(".")[0] == "prefect"]
+os.environ["PREFECT_API_URL"] = "http://127.0.0.1:1/api"
+from prefect import flow
+import prefect
+from prefect import settings
+from prefect.logging import get_logger
+said = {"before": before, "url": settings.PREFECT_API_URL.value()}
+said |= {"home": str(settings.PREFECT_HOME.value()), "origin": prefect.__spec__.origin}
+logger = logging.getLogger("prefect")
+said |= {"level": logger.level, "handlers": [handler.level for handler in logger.handlers]}
+get_logger().info("to people")
+print(json.dumps(said))
+"""
+
+
+def test_prefect_reads_the_environment_where_it_is_imported(tmp_path):
+    env = {**os.environ, "PREFECT_HOME": str(tmp_path), "PREFECT_LOGGING_LEVEL": "WARNING"}
+    given = {"cwd": tmp_path, "env": env, "timeout": 60}
+    run = {"capture_output": True, "text": True, **given}
+    cold = subprocess.run([sys.executable, "-c", PREFECT], **run)
+    done = warm.run(["-c", PREFECT], **given)
+    assert done.stderr == cold.stderr == ""
+    said = json.loads(done.stdout)
+    assert said == json.loads(cold.stdout)
+    assert said["url"] == "http://127.0.0.1:1/api"
+    assert (said["home"], said["level"]) == (str(tmp_path), logging.WARNING)
 
 
 WORKERS = """

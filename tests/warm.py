@@ -238,9 +238,6 @@ class Held(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         sys.meta_path.remove(self)
         sys.modules.update(self._modules)
         self._modules["prefect.context"].refresh_global_settings_context()
-        configuration = self._modules["prefect.logging.configuration"]
-        configuration.PROCESS_LOGGING_CONFIG.clear()
-        configuration.setup_logging()
 
 
 class Forking:
