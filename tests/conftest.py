@@ -99,7 +99,8 @@ def pytest_xdist_setupnodes(config, specs):
     """See ``forked.py``."""
     python = shlex.join([sys.executable, str(Path(__file__).with_name("forked.py"))])
     for spec in specs:
-        spec.python = python
+        if spec.popen:
+            spec.python = python
 
 
 @pytest.hookimpl(tryfirst=True)
