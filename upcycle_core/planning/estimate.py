@@ -4,8 +4,6 @@ A rehearsal takes a second or two, whatever the size of the model. A model that 
 interpreter with its libraries does not decide what fits: there an upper bound will do.
 """
 
-from typing import Any
-
 from upcycle_core.planning import rehearsal
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import weights_type
@@ -21,7 +19,6 @@ PASSING = (8, 3, 4)
 """The same of a forward pass, which keeps nothing."""
 LOGITS = 3
 """Times that a slice of logits is held."""
-_REHEARSED: dict[Any, int] = {}
 
 
 def training_bytes(
@@ -35,10 +32,7 @@ def training_bytes(
     bound = TRAINED * shape.whole + kept + shape.layers * scores + logits
     if bound <= SMALL:
         return bound
-    key = ("training", repr(shape), config, device, workers)
-    if key not in _REHEARSED:
-        _REHEARSED[key] = rehearsal.training_bytes(shape, config, device=device, workers=workers)
-    return _REHEARSED[key]
+    return rehearsal.training_bytes(shape, config, device=device, workers=workers)
 
 
 def forward_bytes(
@@ -51,10 +45,7 @@ def forward_bytes(
     bound = size * shape.whole + count * FP32 * _width(shape, PASSING) + scores
     if bound <= SMALL:
         return bound
-    key = ("forward", repr(shape), tokens, precision, device)
-    if key not in _REHEARSED:
-        _REHEARSED[key] = rehearsal.forward_bytes(shape, tokens, precision=precision, device=device)
-    return _REHEARSED[key]
+    return rehearsal.forward_bytes(shape, tokens, precision=precision, device=device)
 
 
 def _width(shape: Shape, times: tuple[int, int, int]) -> int:

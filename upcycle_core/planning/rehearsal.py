@@ -35,6 +35,7 @@ from upcycle_core.training.vocabulary import NUMBERS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FP32 = 4
 DEPTHS = (1, 2)
 """Layers that are rehearsed."""
 PER_LAYER = frozenset({"layer_types", "dtype", "torch_dtype", "architectures", "max_window_layers"})
@@ -53,28 +54,18 @@ def training_bytes(
         device: "cpu" or "cuda", where ``precision: auto`` is decided.
         workers: How many divide weights, gradients and moments; of each, the bytes.
     """
-    precision = arithmetic(config.precision, device)
-    expert = config if isinstance(config, ExpertTrainingConfig) else None
-    method: ExpertMethod = expert.method if expert else "full"
-    frozen = torch.bfloat16 if precision == "bf16" else torch.float32
-
-    def rehearse(layers: int) -> int:
-        start = frozen if method == "lora" else torch.float32
-        with FakeTensorMode(), Held() as held:
-            network = _network(shape, layers, start)
-            if expert is not None and method == "lora":
-                _adapt(network, expert.lora or LoraSettings())
-            elif method != "full":
-                from upcycle_core.training.expert import freeze_others
-
-                freeze_others(network, method, frozen)
-            if config.gradient_checkpointing:
-                network.activation_checkpointing_enable({"use_reentrant": False})
-            network.train()
-            step(network, config, held, bf16=precision == "bf16")
-            return held.peak
-
-    peak = extrapolated(rehearse, shape.layers)
+    expert = config if isinstance(config, ExpertTrainingConfig) else ExpertTrainingConfig()
+    method = expert.method
+    bf16 = arithmetic(config.precision, device) == "bf16"
+    rehearsed = ExpertTrainingConfig(
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        gradient_accumulation=min(2, config.gradient_accumulation),
+        gradient_checkpointing=config.gradient_checkpointing,
+        method=method,
+        lora=expert.lora,
+    )
+    peak = _training_bytes(json.dumps(dict(shape.config)), shape.layers, rehearsed, bf16)
     trained = trained_parameters(shape, method)
     narrow = config.optimizer_state == "bf16"
     if narrow:
@@ -82,12 +73,37 @@ def training_bytes(
     if workers == 1:
         return peak
     each = 12 if narrow else 16  # weight, gradient, two moments
-    held = each * trained + frozen.itemsize * (shape.whole - trained)
+    frozen = FP32 // 2 if bf16 else FP32
+    held = each * trained + frozen * (shape.whole - trained)
     # A layer is gathered with its gradient; states of all workers go to the rows of both ends.
     layer = (shape.whole - shape.ends) // shape.layers
     tokens = config.batch_size * config.sequence_length
     states = min(NUMBERS, workers * tokens * shape.hidden)
     return peak - held + held // workers + 4 * 2 * (layer + states)
+
+
+@lru_cache
+def _training_bytes(config: str, depth: int, training: ExpertTrainingConfig, bf16: bool) -> int:
+    """Of one worker with moments in fp32, rehearsed once for all settings that are arithmetic."""
+    frozen = torch.bfloat16 if bf16 else torch.float32
+
+    def rehearse(layers: int) -> int:
+        start = frozen if training.method == "lora" else torch.float32
+        with FakeTensorMode(), Held() as held:
+            network = _network(config, layers, start)
+            if training.method == "lora":
+                _adapt(network, training.lora or LoraSettings())
+            elif training.method != "full":
+                from upcycle_core.training.expert import freeze_others
+
+                freeze_others(network, training.method, frozen)
+            if training.gradient_checkpointing:
+                network.activation_checkpointing_enable({"use_reentrant": False})
+            network.train()
+            step(network, training, held, bf16=bf16)
+            return held.peak
+
+    return extrapolated(rehearse, depth)
 
 
 def trained_parameters(shape: Shape, method: ExpertMethod) -> int:
@@ -131,10 +147,10 @@ def _forward_bytes(config: str, depth: int, tokens: tuple[int, int], dtype: torc
     return extrapolated(rehearse, depth)
 
 
-def _network(shape: Shape, layers: int, dtype: torch.dtype) -> "PreTrainedModel":
+def _network(config: str, layers: int, dtype: torch.dtype) -> "PreTrainedModel":
     """The model with so many layers, on fake tensors."""
     network: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-        model_config(shape.config, layers), dtype=dtype
+        model_config(json.loads(config), layers), dtype=dtype
     )
     return network
 

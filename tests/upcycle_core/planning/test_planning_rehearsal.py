@@ -8,9 +8,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from tests.pico import CONFIGS, pico_config
+from upcycle_core.planning import rehearsal
 from upcycle_core.planning.rehearsal import forward_bytes, training_bytes
 from upcycle_core.planning.shape import Shape
-from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings
+from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings, TrainingConfig
 from upcycle_core.training.expert import add_adapter, freeze_others
 from upcycle_core.training.head import sliced_head
 
@@ -125,3 +126,29 @@ def test_narrow_moments_and_workers_that_divide_need_less():
     # Weight, gradient and two moments of 4 bytes; two layers' worth of the small model is gathered.
     divided = training_bytes(shape, wide, workers=4)
     assert whole - 16 * shape.whole < divided < whole - 0.5 * 16 * shape.whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "rehearsals"),
+    [
+        ({"steps": 7, "learning_rate": 1e-3}, 0),
+        ({"optimizer_state": "bf16"}, 0),
+        ({"gradient_accumulation": 8}, 0),
+        ({"gradient_accumulation": 1}, 2),
+        ({"batch_size": BATCH + 1}, 2),
+        ({"gradient_checkpointing": True}, 2),
+        ({"precision": "bf16"}, 2),
+        ({"method": "ffn"}, 2),
+    ],
+)
+def test_only_what_changes_a_step_is_rehearsed_again(monkeypatch, settings, rehearsals):
+    given = {"batch_size": BATCH, "sequence_length": LENGTH, "precision": "fp32"}
+    given["gradient_accumulation"] = 2
+    rehearsal._training_bytes.cache_clear()
+    first = training_bytes(shape_of()[0], TrainingConfig(**given))
+    done, step = [], rehearsal.step
+    monkeypatch.setattr(rehearsal, "step", lambda *a, **k: (done.append(1), step(*a, **k)))
+    again = training_bytes(shape_of()[0], ExpertTrainingConfig(**given | settings), workers=1)
+    assert training_bytes(shape_of()[0], TrainingConfig(**given), workers=2) < first
+    assert len(done) == rehearsals
+    assert (again != first) == bool(rehearsals or "optimizer_state" in settings)
