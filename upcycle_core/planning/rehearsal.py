@@ -35,7 +35,6 @@ from upcycle_core.training.vocabulary import NUMBERS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FP32 = 4
 DEPTHS = (1, 2)
 """Layers that are rehearsed."""
 PER_LAYER = frozenset({"layer_types", "dtype", "torch_dtype", "architectures", "max_window_layers"})
@@ -73,8 +72,7 @@ def training_bytes(
     if workers == 1:
         return peak
     each = 12 if narrow else 16  # weight, gradient, two moments
-    frozen = FP32 // 2 if bf16 else FP32
-    held = each * trained + frozen * (shape.whole - trained)
+    held = each * trained + (2 if bf16 else 4) * (shape.whole - trained)
     # A layer is gathered with its gradient; states of all workers go to the rows of both ends.
     layer = (shape.whole - shape.ends) // shape.layers
     tokens = config.batch_size * config.sequence_length
