@@ -5,19 +5,21 @@
 Each way is a process of its own with one thread, which ends with 100 MB shards of a 2-expert MoE
 (bf16, random routers). Ours averages the backbone first, written to disk and read again, and brings
 every file to the disk; the peer takes the first model's as it is. Memory is anonymous memory (not
-mapped files) above that of a process that only imports.
+mapped files). What imports cost, of either, is what the process itself has used once they are done.
 """
 
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.children import ChildFigures, child_command, measure_child
+from benchmarks.children import ChildFigures, child_command, measure_child, memory_mb
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 
 SHARD_BYTES = 100_000_000
@@ -31,6 +33,36 @@ SHAPE = {
     "head_dim": 64,
 }
 NAMES = ("a", "b")
+IMPORTED = "imported.json"
+"""What a process writes into the folder once its imports are done."""
+PEER = """
+import json, re, sys, time
+import mergekit.scripts.moe
+held = re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())
+with open(sys.argv[1], "w") as file:
+    json.dump({"imports_cpu_s": time.process_time(), "imports_mb": int(held[1]) / 1000}, file)
+del sys.argv[1]
+mergekit.scripts.moe.main()
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process that has joined the models, and what its imports were of it."""
+
+    figures: ChildFigures
+    imports_cpu_s: float
+    imports_mb: float
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU after the imports."""
+        return self.figures.cpu_s - self.imports_cpu_s
+
+    @property
+    def memory_mb(self) -> float:
+        """Anonymous memory above what the imports have taken."""
+        return self.figures.peak_anonymous_mb - self.imports_mb
 
 
 def main() -> None:
@@ -46,44 +78,32 @@ def compare(folder: Path, peer: str | None, repeats: int) -> None:
     """Make the models, measure every way in turns, print."""
     measure_child(child_command(make_models, folder))
     commands = {way: child_command(run, folder) for way, run in WAYS.items()}
-    baselines = {way: child_command(run, None) for way, run in WAYS.items()}
     if peer:
         commands["mergekit-moe"] = _peer(peer, folder)
-        baselines["mergekit-moe"] = [peer, "-c", "import mergekit.scripts.moe"]
     for command in commands.values():  # files into the page cache, bytecode onto the disk
         measure_child(command)
-    measures = {way: partial(measure_child, command) for way, command in commands.items()}
-    imports = {f"{way} imports": partial(measure_child, c) for way, c in baselines.items()}
-    found = alternate(measures | imports, repeats)
-    rows = {way: summary(found[way], found[f"{way} imports"]) for way in commands}
-    ratio = {"memory": median_ratio(*(_memory(found, way) for way in WAYS))}
-    ratio |= _time_ratios(found, "streamed", "load-all", "load_all")
+    runs = alternate({way: partial(_run, c, folder) for way, c in commands.items()}, repeats)
+    rows = {way: summary(runs[way]) for way in commands}
+    ratio = _ratios(runs["streamed"], runs["load-all"], "load_all")
     if peer:
-        ratio |= _time_ratios(found, "streamed", "mergekit-moe", "mergekit")
-        ours, theirs = (rows[way]["CPU s above imports"] for way in ("streamed", "mergekit-moe"))
-        ratio["mergekit_cpu_above_imports"] = ours / theirs
-        ratio["mergekit_memory"] = median_ratio(
-            _memory(found, "streamed"), _memory(found, "mergekit-moe")
-        )
+        ratio |= _ratios(runs["streamed"], runs["mergekit-moe"], "mergekit")
     columns = list(next(iter(rows.values())))
     table = [[way, *(row[column] for column in columns)] for way, row in rows.items()]
     print_table("two 349 M Llamas to one MoE, one thread (medians)", ["way", *columns], table)
     print_table("ratio", ["streamed /", "value"], [list(pair) for pair in ratio.items()])
-    figures = {"repeats": repeats, "ways": rows, "runs": found}
+    figures = {"repeats": repeats, "ways": rows, "runs": runs}
     if peer:
         figures["peer"] = _peer_versions(peer)
     print_result("assembly", ratio, figures)
 
 
-def summary(runs: list[ChildFigures], imports: list[ChildFigures]) -> dict[str, float]:
+def summary(runs: Sequence[Run]) -> dict[str, float]:
     """Medians of one way, whole and without what its imports cost."""
     return {
-        "wall s": median([run.wall_s for run in runs]),
-        "CPU s": median([run.cpu_s for run in runs]),
-        "CPU s above imports": median(
-            [run.cpu_s - bare.cpu_s for run, bare in zip(runs, imports, strict=True)]
-        ),
-        "anonymous MB above imports": median(_above(runs, imports)),
+        "wall s": median([run.figures.wall_s for run in runs]),
+        "CPU s": median([run.figures.cpu_s for run in runs]),
+        "CPU s above imports": median([run.cpu_s for run in runs]),
+        "anonymous MB above imports": median([run.memory_mb for run in runs]),
     }
 
 
@@ -112,10 +132,15 @@ def make_models(folder: Path) -> None:
         save_word_tokenizer(folder / name, words=SHAPE["vocab_size"])
 
 
-# What child processes do: each way pays for its own imports only; no folder shows what they cost.
+# What child processes do: each way pays for its own imports only.
 
 
-def streamed(folder: Path | None) -> None:
+def _imported(folder: Path) -> None:
+    spent = {"imports_cpu_s": time.process_time(), "imports_mb": memory_mb("RssAnon")}
+    (folder / IMPORTED).write_text(json.dumps(spent))
+
+
+def streamed(folder: Path) -> None:
     """Our way: tensors stream through, backbone to disk, then the MoE."""
     import transformers.models.auto.tokenization_auto  # noqa: F401  asked of the tokenizer's class
 
@@ -123,8 +148,7 @@ def streamed(folder: Path | None) -> None:
     from upcycle_core.checkpoints.reader import CheckpointReader
     from upcycle_core.moe.assemble import assemble
 
-    if folder is None:
-        return
+    _imported(folder)
     paths, out = {name: folder / name for name in NAMES}, folder / "streamed"
     readers = [CheckpointReader(path) for path in paths.values()]
     write_backbone(readers, out / "backbone", max_shard_bytes=SHARD_BYTES)
@@ -140,7 +164,7 @@ def streamed(folder: Path | None) -> None:
     )
 
 
-def load_all(folder: Path | None) -> None:
+def load_all(folder: Path) -> None:
     """The plain way: both models in memory, the MoE in memory, then ``save_pretrained``."""
     from transformers import (
         AutoModelForCausalLM,
@@ -151,8 +175,7 @@ def load_all(folder: Path | None) -> None:
 
     from upcycle_core.architectures.families import FAMILIES
 
-    if folder is None:
-        return
+    _imported(folder)
     dense = [
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16) for name in NAMES
     ]
@@ -167,7 +190,7 @@ def load_all(folder: Path | None) -> None:
     AutoTokenizer.from_pretrained(folder / NAMES[0]).save_pretrained(folder / "load-all")
 
 
-WAYS: dict[str, Callable[[Path | None], None]] = {"streamed": streamed, "load-all": load_all}
+WAYS: dict[str, Callable[[Path], None]] = {"streamed": streamed, "load-all": load_all}
 
 
 def random_router(config: Mapping, layer: int) -> torch.Tensor:
@@ -190,25 +213,21 @@ def _part(name: str, states: list[dict[str, torch.Tensor]], config: Mapping) -> 
     return torch.stack([state[name].float() for state in states]).mean(dim=0)
 
 
-def _above(runs: list[ChildFigures], imports: list[ChildFigures]) -> list[float]:
-    """Anonymous memory of each run above that of imports alone, in MB."""
-    pairs = zip(runs, imports, strict=True)
-    return [run.peak_anonymous_mb - bare.peak_anonymous_mb for run, bare in pairs]
+def _run(command: Sequence[str], folder: Path) -> Run:
+    figures = measure_child(command)
+    return Run(figures, **json.loads((folder / IMPORTED).read_text()))
 
 
-def _memory(found: dict[str, list[ChildFigures]], way: str) -> list[float]:
-    return _above(found[way], found[f"{way} imports"])
-
-
-def _time_ratios(
-    found: dict[str, list[ChildFigures]], ours: str, theirs: str, name: str
-) -> dict[str, float]:
+def _ratios(ours: Sequence[Run], theirs: Sequence[Run], name: str) -> dict[str, float]:
+    figures: dict[str, Callable[[Run], float]] = {
+        "cpu": lambda run: run.figures.cpu_s,
+        "wall": lambda run: run.figures.wall_s,
+        "cpu_above_imports": lambda run: run.cpu_s,
+        "memory": lambda run: run.memory_mb,
+    }
     return {
-        f"{name}_{what}": median_ratio(
-            [getattr(run, f"{what}_s") for run in found[ours]],
-            [getattr(run, f"{what}_s") for run in found[theirs]],
-        )
-        for what in ("cpu", "wall")
+        f"{name}_{what}": median_ratio([of(run) for run in ours], [of(run) for run in theirs])
+        for what, of in figures.items()
     }
 
 
@@ -224,9 +243,8 @@ def _peer(python: str, folder: Path) -> list[str]:
     }
     path = folder / "peer.yml"
     path.write_text(json.dumps(config))  # JSON is YAML
-    program = Path(python).parent / "mergekit-moe"
     options = ["--out-shard-size", "100M", "--quiet", "--num-threads", "1"]
-    return [python, str(program), str(path), str(folder / "peer"), *options]
+    return [python, "-c", PEER, str(folder / IMPORTED), str(path), str(folder / "peer"), *options]
 
 
 def _peer_versions(python: str) -> dict[str, str]:
