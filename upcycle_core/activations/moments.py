@@ -16,8 +16,6 @@ from upcycle_core.checkpoints.tensor_file import save_atomically
 
 BLOCK = 192
 """Rows of a product that are computed at once: what lies above its diagonal is left out."""
-GATHERED = 4096
-"""Rows of features in bf16 that a CPU multiplies at once, where its batches are smaller."""
 
 
 def triangle_size(size: int) -> int:
@@ -211,52 +209,6 @@ class Moments(Accumulator):
     def gram(self) -> Tensor:
         """sum x x^T over all cells, added in their order: [H, H] fp64."""
         return unpack_triangle(_added(self.products), self.size)
-
-
-class Gathered:
-    """Moments of one stream of batches, small ones of which are counted together.
-
-    A CPU with units for bf16 multiplies a thousand rows in the time that it takes to bring them in
-    order, and to add the product up in fp64. Within ``GATHERED`` rows sums are in fp32, as they are
-    within a batch.
-
-    Args:
-        moments: What batches are counted in. It has all of them after ``finish``.
-    """
-
-    def __init__(self, moments: Moments) -> None:
-        self.moments = moments
-        self._rows_TH = torch.empty(0)
-        self._count, self._cell = 0, 0
-
-    def update(self, x_TH: Tensor, *, rows: Tensor | None = None, cell: int = 0) -> None:
-        """Count one batch, now or with those that come: as ``Moments.update``."""
-        x_TH = x_TH.reshape(-1, self.moments.size)
-        count = len(x_TH) if rows is None else len(rows)
-        if not is_gathered(count, x_TH.dtype, x_TH.device.type):
-            self.moments.update(x_TH, rows=rows, cell=cell)
-            return
-        if cell != self._cell or self._count + count > GATHERED:
-            self.finish()
-        if not len(self._rows_TH):
-            self._rows_TH = x_TH.new_empty(GATHERED, self.moments.size)
-        place_TH = self._rows_TH[self._count : self._count + count]
-        if rows is None:
-            place_TH.copy_(x_TH)
-        else:
-            torch.index_select(x_TH, 0, rows, out=place_TH)
-        self._count, self._cell = self._count + count, cell
-
-    def finish(self) -> None:
-        """Count the rows that wait."""
-        if self._count:
-            self.moments.update(self._rows_TH[: self._count], cell=self._cell)
-        self._count = 0
-
-
-def is_gathered(rows: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether ``Gathered`` lets a batch of so many rows wait for another."""
-    return dtype == torch.bfloat16 and device == "cpu" and 2 * rows <= GATHERED
 
 
 def _added(cells: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from upcycle_core.activations.capture import router_inputs
-from upcycle_core.activations.moments import Gathered, Moments
+from upcycle_core.activations.moments import Moments
 from upcycle_core.corpora.batches import (
     Batch,
     Paragraphs,
@@ -149,12 +149,11 @@ def collect(
         layer: Moments(layout.hidden_size, cells=layout.cell_count, device=device)
         for layer in layout.layers
     }
-    gathered = {layer: Gathered(sums) for layer, sums in moments.items()}
     counted: list[Counted] = []
 
     def consume(layer: int, x_BSH: Tensor) -> None:
         for cell, rows in counted:
-            gathered[layer].update(x_BSH, rows=rows, cell=cell)
+            moments[layer].update(x_BSH, rows=rows, cell=cell)
 
     with torch.inference_mode(), router_inputs(model, consume, layers=layout.layers):
         for batch in batches:
@@ -164,8 +163,6 @@ def collect(
             # attention runs its fast path
             model(input_ids=batch.input_ids.to(device), use_cache=False)
             progress.advance(int(batch.attention_mask.sum()))
-        for waiting in gathered.values():
-            waiting.finish()
     return moments
 
 

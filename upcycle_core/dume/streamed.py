@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from upcycle_core.activations.moments import Gathered, Moments, save_sums
+from upcycle_core.activations.moments import Moments, save_sums
 from upcycle_core.activations.stream import LayerStream
 from upcycle_core.activations.walk import Text, Through, Walk
 from upcycle_core.checkpoints.tensor_file import stream_atomically
@@ -54,7 +54,6 @@ def stream_statistics(
 
     def visit(index: int, layer: nn.Module, through: Through) -> None:
         moments = Moments(size, cells=layout.cell_count, device=stream.device)
-        gathered = Gathered(moments)
         reads: Any = _cut(layer) if index == stream.layers - 1 else layer.mlp
         for number, batch in enumerate(batches):
             of_batch = counted_tokens(batch.counted, batch.fold, layout)
@@ -62,13 +61,12 @@ def stream_statistics(
 
             def count(_mlp: nn.Module, given: Any, counted: Any = counted) -> None:
                 for cell, rows in counted:
-                    gathered.update(given[0], rows=rows, cell=cell)
+                    moments.update(given[0], rows=rows, cell=cell)
 
             hook = reads.register_forward_pre_hook(count)
             through(number)
             hook.remove()
             progress.advance(tokens[number])
-        gathered.finish()
         save_sums(_sums(folder, index), {str(index): moments}, kind=KIND, header={})
 
     passing = [Text(batch.input_ids) for batch in batches]

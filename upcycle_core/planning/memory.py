@@ -8,7 +8,7 @@ Shapes: L layers, H hidden size, I intermediate size, V vocabulary, T tokens, D 
 
 from math import ceil
 
-from upcycle_core.activations.moments import GATHERED, is_gathered, triangle_size
+from upcycle_core.activations.moments import triangle_size
 from upcycle_core.activations.regression import HALVES
 from upcycle_core.checkpoints.reader import CHUNK, CheckpointReader
 from upcycle_core.dume.config import StatisticsConfig
@@ -21,7 +21,7 @@ from upcycle_core.planning.rates import Arithmetic
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import weights_type
 
-BF16, FP32, FP64, INT64 = 2, 4, 8, 8
+FP32, FP64, INT64 = 4, 8, 8
 
 
 def statistics_bytes(shape: Shape, config: StatisticsConfig, *, device: str = "cpu") -> int:
@@ -36,7 +36,6 @@ def statistics_bytes(shape: Shape, config: StatisticsConfig, *, device: str = "c
     forward = forward_bytes(shape, batch, precision=config.precision, device=device)
     batch_sums = FP32 * shape.hidden**2 + FP64 * triangle_size(shape.hidden)
     sums = statistics_file_bytes(shape, config) + batch_sums + _index(shape)
-    sums += _gathered(config, device) * (BF16 * shape.layers + FP32) * shape.hidden
     return forward - _mapped(shape, config.precision, device) + sums
 
 
@@ -200,7 +199,6 @@ def streamed_statistics_bytes(
     batch = (config.batch_size, config.sequence_length)
     sums = 2 * statistics_file_bytes(shape, config) // shape.layers + _index(shape)
     sums += FP32 * shape.hidden**2 + FP64 * triangle_size(shape.hidden)
-    sums += _gathered(config, device) * (BF16 + FP32) * shape.hidden
     layer = sums + activations_bytes(shape, batch, config.precision, device)
     held = 0 if _mapped(shape, config.precision, device) else _layer(shape, config, device)
     return max(held + layer, _ends(shape, config.precision, device))
@@ -376,9 +374,3 @@ def _head(shape: Shape) -> int:
     """Parameters of a head of its own."""
     both = 2 * shape.vocabulary * shape.hidden
     return both // 2 if shape.ends == both else 0
-
-
-def _gathered(config: StatisticsConfig, device: str) -> int:
-    """Rows of each layer that wait to be counted; of one layer they are copied to fp32 then."""
-    rows, dtype = config.batch_size * config.sequence_length, weights_type(config.precision, device)
-    return GATHERED if is_gathered(rows, dtype, device) else 0

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from upcycle_core.activations.moments import (
-    GATHERED,
-    Gathered,
-    Moments,
-    add_gram,
-    mirror,
-    unpack_triangle,
-)
+from upcycle_core.activations.moments import Moments, add_gram, mirror, unpack_triangle
 
 SIZE = 12
 
@@ -64,38 +57,6 @@ def test_cells_are_kept_apart_and_added_up():
     torch.testing.assert_close(moments.gram(), one.T @ one + two.T @ two)
     assert moments.counts.tolist() == [5, 0, 6]
     torch.testing.assert_close(moments.sum(), one.sum(0) + two.sum(0))
-
-
-def test_small_batches_in_bf16_are_counted_together():
-    third = GATHERED // 3
-    batches = [features(third, torch.bfloat16, seed=seed) for seed in range(6)]
-    last = features(2 * GATHERED, torch.bfloat16, seed=6)
-    odd = torch.arange(1, third, 2)
-    moments, expected = Moments(SIZE, cells=2), Moments(SIZE, cells=2)
-    gathered = Gathered(moments)
-    for number, batch in enumerate(batches):
-        rows, cell = (odd, 0) if number == 1 else (None, int(number == 5))
-        gathered.update(batch.view(1, third, SIZE), rows=rows, cell=cell)
-    gathered.update(last, cell=1)
-    gathered.finish()
-    gathered.finish()  # nothing waits
-    expected.update(torch.cat([batches[0], batches[1][odd], batches[2]]))
-    expected.update(torch.cat(batches[3:5]))
-    for batch in (last, batches[5]):
-        expected.update(batch, cell=1)
-    for name, sums in expected.tensors().items():
-        assert torch.equal(moments.tensors()[name], sums), name
-    exact = torch.cat([batches[0], batches[1][odd], *batches[2:], last]).double()
-    torch.testing.assert_close(moments.gram(), exact.T @ exact, rtol=1e-5, atol=0)
-
-
-def test_batches_that_are_not_bf16_are_counted_as_they_come():
-    moments, expected = Moments(SIZE), Moments(SIZE)
-    gathered = Gathered(moments)
-    for batch in features(60, torch.float32).split(7):
-        gathered.update(batch)
-        expected.update(batch)
-        assert torch.equal(moments.products, expected.products)
 
 
 def test_merged_moments_are_the_moments_of_both():
