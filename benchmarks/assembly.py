@@ -5,14 +5,19 @@
 Each way is a process of its own with one thread, which ends with 100 MB shards of a 2-expert MoE
 (bf16, random routers). Ours averages the backbone first, written to disk and read again, and brings
 every file to the disk; the peer takes the first model's as it is. Memory is anonymous memory (not
-mapped files). What imports cost, of either, is what the process itself has used once they are done.
+mapped files). What imports cost, of either, is what the process itself has used once they are done,
+and what its end costs after its last line. Each begins when nothing of before is left to be
+deleted, or to be written by the kernel.
 """
 
 import json
+import os
+import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +26,7 @@ import torch
 
 from benchmarks.children import ChildFigures, child_command, measure_child, memory_mb
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
+from upcycle_core.allocator import kept_memory
 
 SHARD_BYTES = 100_000_000
 SHAPE = {
@@ -33,35 +39,32 @@ SHAPE = {
     "head_dim": 64,
 }
 NAMES = ("a", "b")
-IMPORTED = "imported.json"
-"""What a process writes into the folder once its imports are done."""
+SPENT = "spent.json"
+"""What a process writes into the folder at its end: see ``Run``."""
 PEER = """
 import json, re, sys, time
 import mergekit.scripts.moe
 held = re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())
-with open(sys.argv[1], "w") as file:
-    json.dump({"imports_cpu_s": time.process_time(), "imports_mb": int(held[1]) / 1000}, file)
-del sys.argv[1]
-mergekit.scripts.moe.main()
+path, begun = sys.argv.pop(1), time.process_time()
+mergekit.scripts.moe.main(standalone_mode=False)
+with open(path, "w") as file:
+    json.dump({"cpu_s": time.process_time() - begun, "imports_mb": int(held[1]) / 1000}, file)
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """One process that has joined the models, and what its imports were of it."""
+    """One process that has joined the models."""
 
     figures: ChildFigures
-    imports_cpu_s: float
+    cpu_s: float
+    """Seconds of CPU from the end of its imports to its last line."""
     imports_mb: float
-
-    @property
-    def cpu_s(self) -> float:
-        """Seconds of CPU after the imports."""
-        return self.figures.cpu_s - self.imports_cpu_s
+    """Anonymous memory that its imports have taken."""
 
     @property
     def memory_mb(self) -> float:
-        """Anonymous memory above what the imports have taken."""
+        """Anonymous memory above that of its imports."""
         return self.figures.peak_anonymous_mb - self.imports_mb
 
 
@@ -82,7 +85,8 @@ def compare(folder: Path, peer: str | None, repeats: int) -> None:
         commands["mergekit-moe"] = _peer(peer, folder)
     for command in commands.values():  # files into the page cache, bytecode onto the disk
         measure_child(command)
-    runs = alternate({way: partial(_run, c, folder) for way, c in commands.items()}, repeats)
+    measures = {way: partial(_run, command, folder, way) for way, command in commands.items()}
+    runs = alternate(measures, repeats)
     rows = {way: summary(runs[way]) for way in commands}
     ratio = _ratios(runs["streamed"], runs["load-all"], "load_all")
     if peer:
@@ -135,9 +139,12 @@ def make_models(folder: Path) -> None:
 # What child processes do: each way pays for its own imports only.
 
 
-def _imported(folder: Path) -> None:
-    spent = {"imports_cpu_s": time.process_time(), "imports_mb": memory_mb("RssAnon")}
-    (folder / IMPORTED).write_text(json.dumps(spent))
+@contextmanager
+def _spent(folder: Path) -> Iterator[None]:
+    imports_mb, begun = memory_mb("RssAnon"), time.process_time()
+    yield
+    spent = {"cpu_s": time.process_time() - begun, "imports_mb": imports_mb}
+    (folder / SPENT).write_text(json.dumps(spent))
 
 
 def streamed(folder: Path) -> None:
@@ -148,24 +155,32 @@ def streamed(folder: Path) -> None:
     from upcycle_core.checkpoints.reader import CheckpointReader
     from upcycle_core.moe.assemble import assemble
 
-    _imported(folder)
     paths, out = {name: folder / name for name in NAMES}, folder / "streamed"
-    readers = [CheckpointReader(path) for path in paths.values()]
-    write_backbone(readers, out / "backbone", max_shard_bytes=SHARD_BYTES)
-    config = readers[0].config
-    routers = {layer: random_router(config, layer) for layer in range(config["num_hidden_layers"])}
-    assemble(
-        paths,
-        out / "backbone",
-        routers,
-        out / "moe",
-        top_k=1,
-        max_shard_bytes=SHARD_BYTES,
-    )
+    with kept_memory(), _spent(folder):  # as pieces have it
+        readers = [CheckpointReader(path) for path in paths.values()]
+        write_backbone(readers, out / "backbone", max_shard_bytes=SHARD_BYTES)
+        layers = range(readers[0].config["num_hidden_layers"])
+        routers = {layer: random_router(readers[0].config, layer) for layer in layers}
+        assemble(
+            paths,
+            out / "backbone",
+            routers,
+            out / "moe",
+            top_k=1,
+            max_shard_bytes=SHARD_BYTES,
+        )
 
 
 def load_all(folder: Path) -> None:
     """The plain way: both models in memory, the MoE in memory, then ``save_pretrained``."""
+    import transformers.models.auto.modeling_auto
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401  loaded when asked for
+
+    with _spent(folder):
+        _load_all(folder)
+
+
+def _load_all(folder: Path) -> None:
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -175,7 +190,6 @@ def load_all(folder: Path) -> None:
 
     from upcycle_core.architectures.families import FAMILIES
 
-    _imported(folder)
     dense = [
         AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16) for name in NAMES
     ]
@@ -213,9 +227,11 @@ def _part(name: str, states: list[dict[str, torch.Tensor]], config: Mapping) -> 
     return torch.stack([state[name].float() for state in states]).mean(dim=0)
 
 
-def _run(command: Sequence[str], folder: Path) -> Run:
+def _run(command: Sequence[str], folder: Path, way: str) -> Run:
+    shutil.rmtree(folder / way)  # as large as what is written
+    os.sync()
     figures = measure_child(command)
-    return Run(figures, **json.loads((folder / IMPORTED).read_text()))
+    return Run(figures, **json.loads((folder / SPENT).read_text()))
 
 
 def _ratios(ours: Sequence[Run], theirs: Sequence[Run], name: str) -> dict[str, float]:
@@ -243,8 +259,9 @@ def _peer(python: str, folder: Path) -> list[str]:
     }
     path = folder / "peer.yml"
     path.write_text(json.dumps(config))  # JSON is YAML
+    arguments = [str(folder / SPENT), str(path), str(folder / "mergekit-moe")]
     options = ["--out-shard-size", "100M", "--quiet", "--num-threads", "1"]
-    return [python, "-c", PEER, str(folder / IMPORTED), str(path), str(folder / "peer"), *options]
+    return [python, "-c", PEER, *arguments, *options]
 
 
 def _peer_versions(python: str) -> dict[str, str]:
