@@ -1,14 +1,13 @@
 """The statistics pass beside a bare headless forward of the same dense model on the same tokens.
 
     python -m benchmarks.statistics_pass [--size small|135m] [--ways WAY ...]
-        [--precisions PRECISION ...] [--batch N] [--repeats N] [--threads N] [--device cpu|cuda]
+        [--precisions PRECISION ...] [--repeats N] [--threads N] [--device cpu|cuda]
 
 All ways take turns in one process. ``ragged`` texts have 8 to 256 tokens, so that batches are
 padded and rows are gathered; the others fill every paragraph. The published code's way keeps
 lm_head and runs every expert of the layer on every token. ``ratio`` is of wall time; CPU time,
 which neighbours on the machine disturb less, stands beside it. ``--size 135m`` is SmolLM2-135M's
-shape, in four batches of four paragraphs in place of two of sixteen; ``--batch`` makes each of so
-many paragraphs.
+shape, in four batches of four paragraphs in place of two of sixteen.
 """
 
 import argparse
@@ -59,12 +58,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--batch", type=int, help="paragraphs a batch")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     # a small model on a GPU must have enough tokens at once to be more than its kernel launches
     batch_size = PARAGRAPHS[options.size] if options.device == "cpu" else 256
-    batch_size = options.batch or batch_size
     with tempfile.TemporaryDirectory(prefix="statistics-") as name:
         found = {
             f"{precision} {text}": measure(
