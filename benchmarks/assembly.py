@@ -4,10 +4,10 @@
 
 Each way is a process of its own with one thread, which ends with 100 MB shards of a 2-expert MoE
 (bf16, random routers). Ours averages the backbone first, written to disk and read again, and brings
-every file to the disk; the peer takes the first model's as it is. Memory is anonymous memory (not
-mapped files). What imports cost, of either, is what the process itself has used once they are done,
-and what its end costs after its last line. Each begins when nothing of before is left to be
-deleted, or to be written by the kernel.
+every file to the disk. The peer takes a backbone as it is; so does ``assembly``, the second half of
+ours. Memory is anonymous memory (not mapped files). What imports cost, of any, is what the process
+itself has used once they are done, and what its end costs after its last line. Each begins when
+nothing of before is left to be deleted, or to be written by the kernel.
 """
 
 import json
@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.children import ChildFigures, child_command, measure_child, memory_mb
 from benchmarks.common import alternate, median, median_ratio, parser_of, print_result, print_table
 from upcycle_core.allocator import kept_memory
+from upcycle_core.checkpoints.reader import CheckpointReader
 
 SHARD_BYTES = 100_000_000
 SHAPE = {
@@ -39,6 +41,8 @@ SHAPE = {
     "head_dim": 64,
 }
 NAMES = ("a", "b")
+SETTINGS: dict[str, Any] = {"top_k": 1, "max_shard_bytes": SHARD_BYTES}
+BACKBONE = Path("streamed", "backbone")
 SPENT = "spent.json"
 """What a process writes into the folder at its end: see ``Run``."""
 PEER = """
@@ -91,6 +95,7 @@ def compare(folder: Path, peer: str | None, repeats: int) -> None:
     ratio = _ratios(runs["streamed"], runs["load-all"], "load_all")
     if peer:
         ratio |= _ratios(runs["streamed"], runs["mergekit-moe"], "mergekit")
+        ratio |= _ratios(runs["assembly"], runs["mergekit-moe"], "assembly_mergekit")
     columns = list(next(iter(rows.values())))
     table = [[way, *(row[column] for column in columns)] for way, row in rows.items()]
     print_table("two 349 M Llamas to one MoE, one thread (medians)", ["way", *columns], table)
@@ -152,23 +157,30 @@ def streamed(folder: Path) -> None:
     import transformers.models.auto.tokenization_auto  # noqa: F401  asked of the tokenizer's class
 
     from upcycle_core.backbone.average import write_backbone
-    from upcycle_core.checkpoints.reader import CheckpointReader
     from upcycle_core.moe.assemble import assemble
 
-    paths, out = {name: folder / name for name in NAMES}, folder / "streamed"
     with kept_memory(), _spent(folder):  # as pieces have it
-        readers = [CheckpointReader(path) for path in paths.values()]
-        write_backbone(readers, out / "backbone", max_shard_bytes=SHARD_BYTES)
-        layers = range(readers[0].config["num_hidden_layers"])
-        routers = {layer: random_router(readers[0].config, layer) for layer in layers}
-        assemble(
-            paths,
-            out / "backbone",
-            routers,
-            out / "moe",
-            top_k=1,
-            max_shard_bytes=SHARD_BYTES,
-        )
+        readers = [CheckpointReader(folder / name) for name in NAMES]
+        write_backbone(readers, folder / BACKBONE, max_shard_bytes=SHARD_BYTES)
+        assemble(*_parts(folder), folder / "streamed" / "moe", **SETTINGS)
+
+
+def assembly(folder: Path) -> None:
+    """What of our way the peer does too: the MoE alone, around the backbone that is there."""
+    import transformers.models.auto.tokenization_auto  # noqa: F401  as above
+
+    from upcycle_core.moe.assemble import assemble
+
+    with kept_memory(), _spent(folder):
+        assemble(*_parts(folder), folder / "assembly", **SETTINGS)
+
+
+def _parts(folder: Path) -> tuple[dict[str, Path], Path, dict[int, torch.Tensor]]:
+    """Experts, backbone and random routers."""
+    paths = {name: folder / name for name in NAMES}
+    config = CheckpointReader(paths[NAMES[0]]).config
+    routers = {layer: random_router(config, layer) for layer in range(config["num_hidden_layers"])}
+    return paths, folder / BACKBONE, routers
 
 
 def load_all(folder: Path) -> None:
@@ -204,7 +216,11 @@ def _load_all(folder: Path) -> None:
     AutoTokenizer.from_pretrained(folder / NAMES[0]).save_pretrained(folder / "load-all")
 
 
-WAYS: dict[str, Callable[[Path], None]] = {"streamed": streamed, "load-all": load_all}
+WAYS: dict[str, Callable[[Path], None]] = {
+    "streamed": streamed,
+    "assembly": assembly,
+    "load-all": load_all,
+}
 
 
 def random_router(config: Mapping, layer: int) -> torch.Tensor:
