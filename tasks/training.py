@@ -46,6 +46,7 @@ def train_from(
     kind: Literal["baselines", "post_training"],
     domain_weights: Mapping[str, float] | None = None,
     data: "Texts | Instructions | None" = None,
+    function: Callable[..., Any] | None = None,
 ) -> None:
     """Train ``start`` into ``run.out``; write what the training came to beside it.
 
@@ -57,6 +58,7 @@ def train_from(
         kind: Of the resources.
         domain_weights: How often each domain's text is drawn; those of ``objective`` by default.
         data: What it is trained on; the texts of all domains by default.
+        function: In place of ``train_piece``.
     """
     if data is None:
         own = {} if objective is None else objective.domain_weights
@@ -67,7 +69,9 @@ def train_from(
             weights=[weights.get(d, 1.0) for d in run.recipe.domains],
             validation=_texts(run, "calibration") if validated else (),
         )
-    piece = training_piece(run, "trained", start, data, training, kind=kind, objective=objective)
+    piece = training_piece(
+        run, "trained", start, data, training, kind=kind, objective=objective, function=function
+    )
     done = run.run([piece], kind)["trained"]
     take(done.path, run.out)
     write_training(run, done.result, is_moe=objective is not None)
@@ -82,6 +86,7 @@ def training_piece(
     *,
     kind: str,
     objective: MoEObjective | None = None,
+    function: Callable[..., Any] | None = None,
 ) -> Piece:
     """The piece ``name`` that trains ``start``; see ``train_from``."""
     arguments = {
@@ -92,7 +97,7 @@ def training_piece(
         "seed": run.recipe.seed,
         "device": run.device(kind),
     }
-    return piece_of(run, name, train_piece, kind, **arguments)
+    return piece_of(run, name, function or train_piece, kind, **arguments)
 
 
 def train_one(run: StageRun, function: Callable[..., Any], kind: str, /, **arguments: Any) -> Any:

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from infra.recipe.schema import Recipe
+from tasks.baselines.rows import train_row
 from tasks.baselines.start import start_of
 from tasks.dume.files import ROUTERS, all_joined, joined_paths
 from tasks.engine.params import weight_keys
 from tasks.engine.stage import StageRun, each, stage
-from tasks.training import train_from, trained_rows
+from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.dume.router_reader import load_routers
 
@@ -41,15 +42,7 @@ def baselines(run: StageRun) -> None:
     recipe, baseline = run.recipe, run.recipe.baselines[run.item]
     domains = len(recipe.domains)
     start = start_of(run, baseline, "baselines", domains=domains, **_parts(run, baseline))
-    train_from(
-        run,
-        start,
-        training=baseline.trained_as,
-        # A dense model has neither routers nor experts.
-        objective=baseline.objective if baseline.experts(domains) else None,
-        domain_weights=baseline.objective.domain_weights,
-        kind="baselines",
-    )
+    train_row(run, start, domains=domains)
 
 
 def _parts(run: StageRun, baseline: Baseline) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.baselines.rows import train_row
 from tasks.baselines.start import start_of
 from tasks.engine.artifacts import INSTRUCTIONS, SUMMARY, TRAINING
 from tasks.engine.stage import StageRun, stage
@@ -18,7 +19,6 @@ from tasks.simoe.rows import section
 from tasks.training import (
     Instructions,
     row_counts,
-    train_from,
     train_one,
     trained_rows,
     training_piece,
@@ -83,14 +83,7 @@ def baselines(run: StageRun) -> None:
     experts = _experts(run, labels) if row.method == "btx" else {}
     parts = {"experts": experts, "seed_model": run.path("seed")}
     start = start_of(run, row, "baselines", domains=len(labels), **parts)
-    train_from(
-        run,
-        start,
-        training=row.trained_as,
-        objective=row.objective if row.experts(len(labels)) else None,
-        kind="baselines",
-        data=_data(run),
-    )
+    train_row(run, start, domains=len(labels), data=_data(run))
 
 
 @stage(

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infra.recipe.schema import Recipe, recipe_yaml
+from tasks.baselines.rows import train_row
 from tasks.engine.stage import StageRun, each, stage
 from tasks.symphony.variants import SYMPHONY, chosen_of, section
 from tasks.training import train_from, trained_rows
@@ -43,16 +44,8 @@ def _row_inputs(recipe: Recipe, name: str) -> Iterator[str]:
 )
 def baselines(run: StageRun) -> None:
     """Write a row's trained checkpoint, and beside it what its training came to."""
-    row = run.recipe.baselines[run.item]
-    train_from(
-        run,
-        run.path(f"starts/{run.item}"),
-        training=row.trained_as,
-        # A dense model has neither routers nor experts.
-        objective=row.objective if row.experts(len(run.recipe.domains)) else None,
-        domain_weights=row.objective.domain_weights,
-        kind="baselines",
-    )
+    start = run.path(f"starts/{run.item}")
+    train_row(run, start, domains=len(run.recipe.domains))
 
 
 def _inputs(recipe: Recipe, item: str) -> Iterator[str]:

@@ -1,0 +1,43 @@
+"""Rows of a comparison, trained where their starts were not made."""
+
+import json
+
+from tests import warm
+from tests.upcycle_core.baselines.dense import COMMON, dense_models
+from upcycle_core.baselines.bam.write import write_bam
+
+TRAINED = """
+import sys
+from pathlib import Path
+
+import torch
+
+from tasks.baselines.rows import row_piece
+from upcycle_core.progress import Silent
+from upcycle_core.training.config import MoEObjective, TrainingConfig
+
+
+class Rows:
+    def rows(self, tokenizer, *, config, seed):
+        return [torch.arange(8) + n for n in range(config.steps * config.batch_size)]
+
+
+row_piece(
+    out=Path(sys.argv[2]),
+    progress=Silent(),
+    start=Path(sys.argv[1]),
+    data=Rows(),
+    config=TrainingConfig(steps=2, batch_size=2, sequence_length=8, precision="fp32"),
+    seed=0,
+    device="cpu",
+    objective=MoEObjective(),
+)
+"""
+
+
+def test_a_bam_is_trained_by_a_process_that_has_not_made_it(tmp_path):
+    write_bam(dense_models(tmp_path / "experts"), tmp_path / "start", top_k=2, **COMMON)
+    warm.call(TRAINED, str(tmp_path / "start"), str(tmp_path / "trained"))
+    config = json.loads((tmp_path / "trained" / "config.json").read_text())
+    assert config["model_type"] == "bam"
+    assert (tmp_path / "trained" / "model.safetensors").exists()
