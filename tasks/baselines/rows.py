@@ -33,7 +33,8 @@ def train_row(
 
 
 def row_piece(**arguments: Any) -> dict[str, Any]:
-    """``train_piece`` of any row: transformers is told of BAM, which another process has made."""
-    import upcycle_core.baselines.bam  # noqa: F401
+    """``train_piece`` of any row: transformers is told of those that another process has made."""
+    import upcycle_core.baselines.bam
+    import upcycle_core.ders.model  # noqa: F401  likewise
 
     return train_piece(**arguments)

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from tests import warm
 from tests.upcycle_core.baselines.dense import COMMON, dense_models
 from upcycle_core.baselines.bam.write import write_bam
+from upcycle_core.ders.config import DersUpcyclingConfig
+from upcycle_core.ders.upcycle import write_ders_upcycling
 
 TRAINED = """
 import sys
@@ -35,9 +39,16 @@ row_piece(
 """
 
 
-def test_a_bam_is_trained_by_a_process_that_has_not_made_it(tmp_path):
-    write_bam(dense_models(tmp_path / "experts"), tmp_path / "start", top_k=2, **COMMON)
-    warm.call(TRAINED, str(tmp_path / "start"), str(tmp_path / "trained"))
+@pytest.mark.parametrize("kind", ["bam", "ders"])
+def test_a_model_of_our_code_is_trained_by_a_process_that_has_not_made_it(tmp_path, kind):
+    models, start = dense_models(tmp_path / "models"), tmp_path / "start"
+    if kind == "bam":
+        write_bam(models, start, top_k=2, **COMMON)
+    else:
+        ders, shards = DersUpcyclingConfig(codec="low_rank", rank=4), COMMON["max_shard_bytes"]
+        sizes = {"experts": 2, "top_k": 2, "seed": 0, "max_shard_bytes": shards}
+        write_ders_upcycling(models["domain0"], start, config=ders, **sizes)
+    warm.call(TRAINED, str(start), str(tmp_path / "trained"))
     config = json.loads((tmp_path / "trained" / "config.json").read_text())
-    assert config["model_type"] == "bam"
+    assert config["model_type"] == kind
     assert (tmp_path / "trained" / "model.safetensors").exists()
