@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.stage import StageRun
+from tasks.scoring.architectures import register_architectures
 from tasks.training import Instructions, train_from, train_piece
 
 
@@ -33,8 +34,6 @@ def train_row(
 
 
 def row_piece(**arguments: Any) -> dict[str, Any]:
-    """``train_piece`` of any row: transformers is told of those that another process has made."""
-    import upcycle_core.baselines.bam
-    import upcycle_core.ders.model  # noqa: F401  likewise
-
+    """``train_piece`` of any row, BAM's too: another process may have made what it starts from."""
+    register_architectures()
     return train_piece(**arguments)
