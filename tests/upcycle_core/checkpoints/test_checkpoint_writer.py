@@ -10,13 +10,16 @@ from safetensors.torch import load_file
 
 from upcycle_core.checkpoints.hashing import tree_digest
 from upcycle_core.checkpoints.place import new_directory, place_faults
-from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.reader import SINGLE_FILE, CheckpointReader
 from upcycle_core.checkpoints.writer import (
+    PIECE,
     TensorSpec,
     sync_directory,
     sync_file,
     write_sharded,
 )
+from upcycle_core.durable import reserve
+from upcycle_core.errors import FULL
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -181,6 +184,36 @@ def test_a_name_may_come_once_only(tmp_path):
     specs = [TensorSpec("a", (2,), torch.float32)] * 2
     with pytest.raises(ValueError, match="twice"):
         write_sharded(tmp_path, specs, lambda _: torch.zeros(2), max_shard_bytes=100)
+
+
+def test_a_tensor_of_many_pieces_of_a_file_is_written_whole(tmp_path):
+    tensor = torch.arange(5 * PIECE // 8 + 1, dtype=torch.int32)  # two pieces and a rest
+    specs = [TensorSpec("a", tuple(tensor.shape), torch.int32)]
+    write_sharded(tmp_path, specs, lambda _: tensor, max_shard_bytes=10**9)
+    assert torch.equal(load_file(tmp_path / SINGLE_FILE)["a"], tensor)
+
+
+def test_the_disk_has_room_for_all_of_a_file_before_the_first_tensor_is_made(tmp_path):
+    there = []
+
+    def produce(name):
+        file = (tmp_path / SINGLE_FILE).stat()
+        there.append((file.st_size < 1000, file.st_blocks * 512 >= 2_000_000))
+        return torch.ones(250_000)
+
+    specs = [TensorSpec(name, (250_000,), torch.float32) for name in "ab"]
+    write_sharded(tmp_path, specs, produce, max_shard_bytes=10**9)
+    assert there[0] == (True, True)
+
+
+def test_a_file_that_no_disk_has_room_for_is_an_error_and_holds_nothing(tmp_path):
+    with (
+        (tmp_path / "large").open("wb", buffering=0) as file,
+        pytest.raises(OSError, match="large") as caught,
+    ):
+        reserve(file, 2**62)
+    assert caught.value.errno in FULL
+    assert (tmp_path / "large").stat().st_blocks == 0
 
 
 def test_a_folder_of_a_file_system_that_syncs_none_is_written_in():
