@@ -72,6 +72,31 @@ def test_how_it_ends_is_said(tmp_path):
     assert "ZeroDivisionError" in failed.stderr
 
 
+ENDS = {
+    "said to the end": "print('last', end='')",
+    "a number": "sys.exit(300)",
+    "below zero": "sys.exit(-1)",
+    "no number": "sys.exit('to people')",
+    "nothing": "sys.exit(None)",
+    "an error": "1 / 0",
+    "Ctrl-C": "raise KeyboardInterrupt",
+    "a thread": "threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    "what was to be done": "atexit.register(print, 'done'); atexit.register(print, 'before')",
+    "a folder": "folder = tempfile.TemporaryDirectory(dir='.'); print(len(os.listdir('.')))",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS)
+def test_it_ends_as_python_does(tmp_path, code):
+    code = f"import atexit, os, sys, tempfile, threading, time; {code}"
+    given = {"cwd": tmp_path, "env": dict(os.environ)}
+    cold = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **given)
+    done = warm.run(["-c", code], timeout=60, **given)
+    assert (done.returncode, done.stdout) == (cold.returncode, cold.stdout)
+    assert done.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_takes_too_long_is_killed(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     said, seconds = "", 1
@@ -156,5 +181,5 @@ def test_rays_workers_are_forked_too(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[-1])
     [parent] = {first[1], second[1]}
-    assert str(warm.ROOT / "tests" / "warm.py") in psutil.Process(parent).cmdline()
+    assert str(warm.ROOT / "tests" / "forking.py") in psutil.Process(parent).cmdline()
     assert [first[::2], second[::2]] == [[True, None], [True, "1"]]

@@ -13,7 +13,7 @@ from threading import Event
 import httpx
 import psutil
 import pytest
-from serving import PROMPTS, SECONDS, TOKENS, environment, greedy, served
+from serving import PLAIN, PROMPTS, SECONDS, TOKENS, environment, greedy, served
 from transformers import AutoTokenizer
 
 from flows.serve import main
@@ -188,7 +188,7 @@ def endless(server):
     long = json.dumps({"max_new_tokens": CONTEXT, "min_new_tokens": CONTEXT})
     body = {"prompt": "ab", "generation_config": long, "stream": True}
     with (
-        httpx.Client(timeout=SECONDS, trust_env=False) as client,
+        httpx.Client(**PLAIN) as client,
         client.stream("POST", f"{server.url}/v1/completions", json=body) as reply,
     ):
         yield reply.iter_lines()
@@ -241,7 +241,7 @@ def test_client_that_leaves_frees_the_engine(server):
 def test_bad_request_is_answered_with_what_is_wrong(server, body, code, said):
     headers = {"Content-Type": "application/json"}
     url = f"{server.url}/v1/completions"
-    reply = httpx.post(url, content=body, headers=headers, timeout=SECONDS, trust_env=False)
+    reply = httpx.post(url, content=body, headers=headers, **PLAIN)
     assert reply.status_code == code, reply.text
     assert said in reply.text
     assert server.ask("ab").whole
@@ -257,7 +257,7 @@ def test_bad_request_is_answered_with_what_is_wrong(server, body, code, said):
 )
 def test_a_chat_that_is_too_long_is_refused_where_responses_are_asked_for(server, body):
     url = f"{server.url}/v1/responses"
-    reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+    reply = httpx.post(url, json=body, **PLAIN)
     assert reply.status_code == 400, reply.text
     assert NO_ROOM in reply.text
 
@@ -276,7 +276,7 @@ def test_pages_of_other_sites_are_not_heard(server, headers, code):
     headers = {"Content-Type": "application/json"} | headers
     content = b'{"prompt": "ab", "max_tokens": 1}'
     url = f"{server.url}/v1/completions"
-    reply = httpx.post(url, content=content, headers=headers, timeout=SECONDS, trust_env=False)
+    reply = httpx.post(url, content=content, headers=headers, **PLAIN)
     assert reply.status_code == code, reply.text
 
 
@@ -284,7 +284,7 @@ def test_chat_is_answered_by_the_model_s_template(place, server):
     messages = [{"role": "user", "content": "12+3"}]
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     url = f"{server.url}/v1/chat/completions"
-    reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+    reply = httpx.post(url, json=body, **PLAIN)
     number = int(reply.headers["x-upcycle-version"])
     said = reply.json()["choices"][0]["message"]["content"]
     assert said == place.texts[number]["12+3"]
@@ -296,7 +296,7 @@ def test_chat_without_a_template_is_refused_in_words(place, tmp_path):
     with served(place.home, "plain@champion") as server:
         body = {"messages": [{"role": "user", "content": "12+3"}], "max_tokens": 8}
         url = f"{server.url}/v1/chat/completions"
-        reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+        reply = httpx.post(url, json=body, **PLAIN)
         assert reply.status_code == 400
         assert "no chat template; send a prompt to /v1/completions" in reply.text
         assert server.ask("ab").whole
@@ -318,15 +318,15 @@ def test_a_chat_template_is_a_file_or_stands_in_the_tokenizer_s_settings(place, 
 def test_temperature_of_a_request_is_heeded(server):
     body = {"prompt": "ab", "max_tokens": 16, "temperature": 5}
     url = f"{server.url}/v1/completions"
-    with httpx.Client(timeout=SECONDS, trust_env=False) as client:
+    with httpx.Client(**PLAIN) as client:
         replies = [client.post(url, json=body | {"seed": seed}).json() for seed in range(4)]
     assert len({reply["choices"][0]["text"] for reply in replies}) > 1
 
 
 def test_other_paths_of_the_engine_are_closed(server):
     for path in ("/load_model", "/reset"):
-        assert httpx.post(f"{server.url}{path}", json={}, trust_env=False).status_code == 404
-    models = httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"]
+        assert httpx.post(f"{server.url}{path}", json={}, **PLAIN).status_code == 404
+    models = httpx.get(f"{server.url}/v1/models", **PLAIN).json()["data"]
     assert [model["id"] for model in models] == ["pico"]
 
 
@@ -408,12 +408,12 @@ def test_mlflow_s_engine_opens_what_lies_in_a_home_without_a_server(place):
     with served(place.home, "pico@champion", "--engine", "mlflow") as front:
         asked = {"inputs": ["ab", "The"], "params": {"max_new_tokens": TOKENS}}
         url = f"{front.url}/invocations"
-        reply = httpx.post(url, json=asked, timeout=SECONDS, trust_env=False)
+        reply = httpx.post(url, json=asked, **PLAIN)
         assert reply.status_code == 200, reply.text
         assert reply.json()["predictions"] == [place.texts[1][text] for text in ("ab", "The")]
         [log] = (place.home / "services").glob(f"serve-{httpx.URL(url).port}/pico-1.log")
         said = log.read_text()
-        assert httpx.post(url, json=asked, timeout=SECONDS, trust_env=False).status_code == 200
+        assert httpx.post(url, json=asked, **PLAIN).status_code == 200
         assert log.read_text() == said  # no line for each request
 
 
@@ -438,7 +438,7 @@ def test_engine_that_can_come_up_no_more_is_said_to_who_asks(place, tmp_path):
         [engine] = server.engines()
         engine.kill()
         url, body = f"{server.url}/v1/completions", {"prompt": "ab", "max_tokens": 1}
-        reply = httpx.post(url, json=body, timeout=SECONDS, trust_env=False)
+        reply = httpx.post(url, json=body, **PLAIN)
         assert reply.status_code == 503
         assert reply.headers["Retry-After"]
-        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 503
+        assert httpx.get(f"{server.url}/health", **PLAIN).status_code == 503
