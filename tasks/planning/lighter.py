@@ -91,7 +91,9 @@ class Lighter:
         own, count = self.resources, int(gpus / self.resources.gpus) if self.resources.gpus else 0
         workers = [2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count]
         for n in workers:
-            size = worker_bytes(self.shape, self.config, replace(own, workers=n, sharding="full"))
+            shared = -(-self.config.gradient_accumulation // n) * n  # which workers divide
+            config = replace(self.config, gradient_accumulation=shared)
+            size = worker_bytes(self.shape, config, replace(own, workers=n, sharding="full"))
             if size <= there:
                 said = f"compute.{self.kind}.workers = {n} and sharding = full (then "
                 yield f"{said}{gigabytes(size)} each; gradient_accumulation a multiple of {n})"

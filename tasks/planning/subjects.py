@@ -11,12 +11,13 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from infra.recipe.schema import Recipe
+from tasks.data.adapters import adapter_faults, linears_of
 from tasks.data.given import given_model
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects, in_type
 from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
-from upcycle_core.errors import Fault, InputError
+from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.given.adapter import ADAPTER_CONFIG, Adapter, adapter_settings, is_adapter
 from upcycle_core.given.resolve import GGUF, gguf_path
 from upcycle_core.planning.shape import Shape
@@ -37,7 +38,8 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
         cache: Where models are kept that come from the hub or the registry.
 
     Raises:
-        InputError: No model's config.json can be read.
+        InputError: No model's config.json can be read, or an adapter is to be trained of layers
+            that it has not.
     """
     texts = {name: _texts(recipe, domain) for name, domain in recipe.domains.items()}
     splits: dict[str, Any] = {
@@ -45,7 +47,9 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
         for split in ("text", "calibration", "heldout")
     }
     if METHODS[recipe.method].has_seed:
-        return Subjects(_shape(recipe, cache), **splits)
+        shape = _shape(recipe, cache)
+        raise_faults(adapter_faults(recipe, linears_of(shape.config)))
+        return Subjects(shape, **splits)
     shape = _shape_of_strangers(recipe, cache)
     return Subjects(shape, vocabulary=_union(recipe, shape), **splits)
 

@@ -10,6 +10,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from upcycle_core.training.config import (
     LoraSettings,
     TrainingConfig,
 )
-from upcycle_core.training.head import HeadLoss
+from upcycle_core.training.head import SLICE, HeadLoss
 from upcycle_core.training.vocabulary import NUMBERS
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 DEPTHS = (1, 2)
 """Layers that are rehearsed."""
+TOKENS = 1 << 14
+"""Of a batch that is rehearsed as it is; slices of the head's, for a larger one, cost seconds."""
 PER_LAYER = frozenset({"layer_types", "dtype", "torch_dtype", "architectures", "max_window_layers"})
 """Keys of config.json that name layers one by one, or say what is said otherwise here."""
 
@@ -64,7 +67,13 @@ def training_bytes(
         method=method,
         lora=expert.lora,
     )
-    peak = _training_bytes(json.dumps(dict(shape.config)), shape.layers, rehearsed, bf16)
+    described = json.dumps(dict(shape.config))
+
+    def rehearse(rows: int) -> int:
+        sized = replace(rehearsed, batch_size=rows)
+        return _training_bytes(described, shape.layers, sized, bf16)
+
+    peak = of_rows(rehearse, config, shape.vocabulary)
     trained = trained_parameters(shape, method)
     narrow = config.optimizer_state == "bf16"
     if narrow:
@@ -102,6 +111,22 @@ def _training_bytes(config: str, depth: int, training: ExpertTrainingConfig, bf1
             return held.peak
 
     return extrapolated(rehearse, depth)
+
+
+def of_rows(rehearse: Callable[[int], int], config: TrainingConfig, vocabulary: int) -> int:
+    """What a batch costs; of a large one from two that are smaller, for a row more costs the same.
+
+    Args:
+        rehearse: Bytes at the peak, with so many rows.
+        config: Batches.
+        vocabulary: V, of which a slice of logits has as many tokens as it holds at once.
+    """
+    rows = max(1, max(TOKENS, 2 * SLICE // vocabulary) // config.sequence_length)
+    more = config.batch_size - 2 * rows
+    if more <= 0:
+        return rehearse(config.batch_size)
+    one, two = rehearse(rows), rehearse(2 * rows)
+    return two + more * (two - one) // rows
 
 
 def trained_parameters(shape: Shape, method: ExpertMethod) -> int:
@@ -221,9 +246,10 @@ class _Adapted(nn.Module):
 
 def _adapt(network: "PreTrainedModel", settings: LoraSettings) -> None:
     network.requires_grad_(False)
-    for parent in list(network.modules()):
+    ends = tuple(f".{name}" for name in settings.modules)  # self_attn.q_proj is one as well
+    for path, parent in list(network.named_modules()):
         for name, child in list(parent.named_children()):
-            if name in settings.modules and isinstance(child, nn.Linear):
+            if f".{path}.{name}".endswith(ends) and isinstance(child, nn.Linear):
                 setattr(parent, name, _Adapted(child, settings.rank))
 
 

@@ -5,6 +5,7 @@ Shapes: L layers, H hidden size, D experts, k experts a token, M experts of a SI
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -159,7 +160,7 @@ def _rehearsed(
 
     bf16 = arithmetic(config.precision, device) == "bf16"
 
-    def rehearse(layers: int) -> int:
+    def rehearse(rows: int, layers: int) -> int:
         with FakeTensorMode(), rehearsal.Held() as held:
             dense = rehearsal.model_config(shape.config, layers)
             # Whatever routes, the coefficients are given: tasks' names are the text's to say.
@@ -168,9 +169,13 @@ def _rehearsed(
             network.train()
             if config.gradient_checkpointing:
                 network.activation_checkpointing_enable({"use_reentrant": False})
-            sizes = (config.batch_size, simoe.experts)
+            sizes = (rows, simoe.experts)
             alpha = torch.full(sizes, 1 / simoe.experts, requires_grad=True)
-            rehearsal.step(network, config, held, bf16=bf16, coefficients=alpha)
+            sized = replace(config, batch_size=rows)
+            rehearsal.step(network, sized, held, bf16=bf16, coefficients=alpha)
             return held.peak
 
-    return rehearsal.extrapolated(rehearse, shape.layers)
+    def of_all_layers(rows: int) -> int:
+        return rehearsal.extrapolated(partial(rehearse, rows), shape.layers)
+
+    return rehearsal.of_rows(of_all_layers, config, shape.vocabulary)

@@ -505,6 +505,27 @@ def test_each_setting_that_is_named_makes_a_training_fit(tmp_path, llama, gpu, w
         assert "compute.experts" not in of(full | rest, compute["experts"] | mine), setting
 
 
+def test_workers_that_are_named_fit_with_the_accumulation_that_they_share(tmp_path, llama):
+    machine = Machine(10**12, 64, 10**13, gpus=8, gpu_memory=80 * 10**9)
+    training = {"batch_size": 2, "sequence_length": 512, "gradient_checkpointing": True}
+
+    def of(**workers):
+        compute = {"experts": {"gpus": 1, **workers}}
+        own = {"training": {**training, "gradient_accumulation": workers.get("workers", 1)}}
+        sections = {"experts": own, "compute": compute}
+        return faults(made(tmp_path, llama, ready=False, machine=machine, **sections))
+
+    _, remedy = of()["compute.experts"]
+    count = int(re.search(r"workers = (\d+) and sharding", remedy)[1])
+    assert "compute.experts" not in of(workers=count, sharding="full")
+
+
+def test_an_adapter_of_layers_that_are_not_there_is_refused(tmp_path, llama):
+    training = {**FEW, "method": "lora", "lora": {"modules": ["q_prj"]}}
+    with pytest.raises(InputError, match=r"training\.lora\.modules.* did you mean q_proj\?"):
+        made(tmp_path, llama, ready=False, experts={"training": training})
+
+
 def test_a_method_without_a_plan_is_refused(tmp_path, llama, monkeypatch):
     monkeypatch.setattr("tasks.planning.plan.ROWS", {})
     with pytest.raises(InputError, match="can be planned so far"):

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.pico import CONFIGS, pico_config
 from upcycle_core.planning import rehearsal
-from upcycle_core.planning.rehearsal import forward_bytes, training_bytes
+from upcycle_core.planning.rehearsal import forward_bytes, of_rows, training_bytes
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertTrainingConfig, LoraSettings, TrainingConfig
 from upcycle_core.training.expert import add_adapter, freeze_others
-from upcycle_core.training.head import sliced_head
+from upcycle_core.training.head import SLICE, sliced_head
 
 LAYERS, BATCH, LENGTH = 5, 4, 64
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "head_dim": 16}
@@ -98,6 +98,41 @@ def test_a_forward_pass_needs_what_was_rehearsed(family):
     expected = parameters(body, trained=False) + real
     # On fake tensors transformers cannot see that no mask is needed, and repeats keys and values.
     assert 1 <= forward_bytes(shape, (BATCH, LENGTH), precision="fp32") / expected < 1.15
+
+
+def test_a_batch_however_large_is_rehearsed_by_two_that_are_small():
+    shape, _ = shape_of()
+    common = {"steps": 2, "warmup_steps": 1, "precision": "fp32", "sequence_length": LENGTH}
+    asked, rows = [], 2 * SLICE // shape.vocabulary // LENGTH
+
+    def rehearse(count):
+        asked.append(count)
+        return training_bytes(shape, ExpertTrainingConfig(**common, batch_size=count))
+
+    large = ExpertTrainingConfig(**common, batch_size=6 * rows)
+    found = of_rows(rehearse, large, shape.vocabulary)
+    assert asked == [rows, 2 * rows]
+    # All of its tokens at once: the slices are many, and no mistake is hidden by a limit.
+    whole = of_rows(rehearse, large, 1)
+    assert asked[2:] == [6 * rows]
+    assert found == pytest.approx(whole, rel=1e-3)
+    huge = ExpertTrainingConfig(**common, batch_size=10**9)
+    assert training_bytes(shape, huge) > 10**9 * LENGTH * shape.hidden
+
+
+@pytest.mark.parametrize("name", ["q_proj", "self_attn.q_proj"])
+def test_an_adapter_is_rehearsed_beside_the_layers_that_it_names(name):
+    shape, _ = shape_of()
+    common = {"steps": 2, "warmup_steps": 1, "batch_size": BATCH, "sequence_length": LENGTH}
+    settings = {**common, "method": "lora", "precision": "fp32"}
+    small, large = (
+        training_bytes(
+            shape, ExpertTrainingConfig(**settings, lora=LoraSettings(rank=rank, modules=(name,)))
+        )
+        for rank in (1, 1001)
+    )
+    one = 1000 * (shape.hidden + shape.heads_width)  # A and B of a layer, each with four numbers
+    assert large - small > LAYERS * one * 12
 
 
 def test_gradients_that_are_added_up_lie_beside_the_activations():
