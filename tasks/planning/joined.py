@@ -1,11 +1,13 @@
 """Stages that train or score models of many kinds, whichever method has made them."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
-from infra.recipe.resources import Resources
+from infra.recipe.resources import Resources, WorkerResources
 from infra.recipe.schema import Recipe
+from tasks.planning.lighter import divided, shared
 from tasks.planning.parts import (
     FP32,
     Subjects,
@@ -28,6 +30,7 @@ from upcycle_core.planning.trained import (
     trained_of,
 )
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.training.checks import LARGEST_BF16_BETA
 
 OWN_KINDS = ("bam", "simoe")
 """Rows whose models no stock architecture is: no layer of theirs is taken alone."""
@@ -90,29 +93,100 @@ def mixture_row(
         memory=max(_memory(row, shapes[name], domains, resources) for name, row in rows.items()),
         kind=kind,
         resources=resources,
-        remedies=_smaller(kind, rows, shapes, domains, resources),
+        lighter=_lighter(kind, rows, shapes, domains, resources),
     )
 
 
-def _smaller(
+@dataclass(frozen=True)
+class _Lighter:
+    """Settings with which the training of a row fits: as ``lighter.Lighter``, of any model.
+
+    Args:
+        kind: The section of ``compute``.
+        where: The section that says how it is trained.
+        row: What is trained.
+        shape: The dense part of it.
+        domains: How many have an expert.
+        resources: Of a worker.
+    """
+
+    kind: str
+    where: str
+    row: Baseline
+    shape: Shape
+    domains: int
+    resources: WorkerResources
+
+    def __call__(self, there: int, gpus: int) -> list[str]:
+        """The settings.
+
+        Args:
+            there: Bytes that a worker may hold.
+            gpus: Of the machine.
+        """
+        changes = self._changes()
+        found = [*self._fitting(changes, there)]
+        if not found and len(changes) > 1:  # none alone: all of them
+            found = [*self._fitting({" and ".join(changes): _all_of([*changes.values()])}, there)]
+        if self.row.method == "bam" or (self.row.simoe and self.row.simoe.masks == "parameters"):
+            return found  # nobody divides those
+        return [*found, *divided(self.kind, self.resources, self._of_each, there, gpus)]
+
+    def _changes(self) -> dict[str, Callable[[Baseline], Baseline]]:
+        row, training = self.row, self.row.training
+        found: dict[str, Callable[[Baseline], Baseline]] = {}
+        if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
+            found[f"{self.where}.objective.trainable = [router]"] = _router_alone
+        if not training.gradient_checkpointing:
+            said = f"{self.where}.training.gradient_checkpointing = true"
+            found[said] = partial(_trained_with, gradient_checkpointing=True)
+        slowest = max(training.adam_beta1, training.adam_beta2)
+        if training.optimizer_state == "fp32" and slowest <= LARGEST_BF16_BETA:
+            said = f"{self.where}.training.optimizer_state = bf16"
+            found[said] = partial(_trained_with, optimizer_state="bf16")
+        return found
+
+    def _fitting(
+        self, changes: Mapping[str, Callable[[Baseline], Baseline]], there: int
+    ) -> Iterator[str]:
+        for said, change in changes.items():
+            size = self._bytes(change(self.row), self.resources)
+            if size <= there:
+                yield f"{said} (then {gigabytes(size)})"
+
+    def _of_each(self, resources: WorkerResources) -> int:
+        accumulated = shared(self.row.training, resources)
+        return self._bytes(_trained_with(self.row, gradient_accumulation=accumulated), resources)
+
+    def _bytes(self, row: Baseline, resources: WorkerResources) -> int:
+        return _memory(row, self.shape, self.domains, resources)
+
+
+def _router_alone(row: Baseline) -> Baseline:
+    return replace(row, objective=replace(row.objective, trainable=("router",)))
+
+
+def _trained_with(row: Baseline, **settings: Any) -> Baseline:
+    return replace(row, training=replace(row.training, **settings))
+
+
+def _all_of(changes: Iterable[Callable[[Baseline], Baseline]]) -> Callable[[Baseline], Baseline]:
+    return lambda row: reduce(lambda changed, change: change(changed), changes, row)
+
+
+def _lighter(
     kind: str,
     rows: Mapping[str, Baseline],
     shapes: Mapping[str, Shape],
     domains: int,
-    resources: Resources,
-) -> list[str]:
-    """What makes the largest step smaller: fewer trained, or activations computed again."""
+    resources: WorkerResources,
+) -> _Lighter:
+    """Of the largest row."""
     name = max(rows, key=lambda name: _memory(rows[name], shapes[name], domains, resources))
-    row = rows[name]
-    where = "post_training" if kind == "post_training" else f"baselines.{name}"
-    found = []
-    if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
-        least = replace(row, objective=replace(row.objective, trainable=("router",)))
-        size = gigabytes(_memory(least, shapes[name], domains, resources))
-        found.append(f"{where}.objective.trainable = [router] (then {size})")
-    if not row.training.gradient_checkpointing:
-        found.append(f"{where}.training.gradient_checkpointing = true")
-    return found
+    row, where = rows[name], f"baselines.{name}"
+    if kind == "post_training":
+        where = "tuning" if row.method == "simoe" else "post_training"
+    return _Lighter(kind, where, row, shapes[name], domains, resources)
 
 
 def _is_constrained(row: Baseline) -> bool:

@@ -1,6 +1,6 @@
 """Settings with which a training would fit, found where it does not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -87,19 +87,43 @@ class Lighter:
                 yield f"{' and '.join(said)} (then {gigabytes(size)})"
 
     def _divided(self, there: int, gpus: int) -> Iterator[str]:
-        """More workers, who divide what it holds, on this machine's GPUs or on several machines."""
-        own, count = self.resources, int(gpus / self.resources.gpus) if self.resources.gpus else 0
-        workers = [2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count]
-        for n in workers:
-            shared = -(-self.config.gradient_accumulation // n) * n  # which workers divide
-            config = replace(self.config, gradient_accumulation=shared)
-            size = worker_bytes(self.shape, config, replace(own, workers=n, sharding="full"))
-            if size <= there:
-                said = f"compute.{self.kind}.workers = {n} and sharding = full (then "
-                yield f"{said}{gigabytes(size)} each; gradient_accumulation a multiple of {n})"
-                return
-        if dividing(own) == 1:
-            yield f"compute.{self.kind}.sharding = full, with workers on several machines"
+        def size(resources: WorkerResources) -> int:
+            config = replace(self.config, gradient_accumulation=shared(self.config, resources))
+            return worker_bytes(self.shape, config, resources)
+
+        return divided(self.kind, self.resources, size, there, gpus)
+
+
+def shared(config: TrainingConfig, resources: WorkerResources) -> int:
+    """Micro-batches of a step, of which each worker has as many."""
+    return -(-config.gradient_accumulation // resources.workers) * resources.workers
+
+
+def divided(
+    kind: str,
+    own: WorkerResources,
+    size: Callable[[WorkerResources], int],
+    there: int,
+    gpus: int,
+) -> Iterator[str]:
+    """More workers, who divide what one holds, on this machine's GPUs or on several machines.
+
+    Args:
+        kind: The section of ``compute``.
+        own: What it says now.
+        size: Bytes of a worker of such resources.
+        there: Bytes that one may hold.
+        gpus: Of the machine.
+    """
+    count = int(gpus / own.gpus) if own.gpus else 0
+    for n in (2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count):
+        found = replace(own, workers=n, sharding="full")
+        if found != own and size(found) <= there:
+            said = f"compute.{kind}.workers = {n} and sharding = full (then "
+            yield f"{said}{gigabytes(size(found))} each; gradient_accumulation a multiple of {n})"
+            return
+    if dividing(own) == 1:
+        yield f"compute.{kind}.sharding = full, with workers on several machines"
 
 
 def _said(value: object) -> str:

@@ -214,9 +214,7 @@ class Planned:
         said += f"{gigabytes(there)} to plan with" if self.resources.gpus else gigabytes(there)
         fewer = there // needed
         remedies = list(self.remedies)
-        if self.lighter is not None:
-            most = there if self.resources.gpus else there // self.workers - base
-            remedies += self.lighter(most, machine.gpus)
+        remedies += self._lighter_ones(machine, base, there, together)
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
             remedies.append(f"compute.{self.kind}.streamed = auto")
         if self.workers > 1 and dividing(self.resources) == 1 and fewer and not self.resources.gpus:
@@ -228,6 +226,28 @@ class Planned:
             remedies.append(f"compute.{self.kind}.gpus = {1 / fewer:g}")
         where = f"compute.{self.kind}"
         yield Fault(where, said, " or ".join(remedies) or "use a larger machine")
+
+    def _lighter_ones(
+        self, machine: Machine, base: int, there: int, together: int
+    ) -> Iterator[str]:
+        """Settings with which all fit that run side by side, or one alone where not even that does.
+
+        Args:
+            machine: Where it runs.
+            base: Bytes of an interpreter with its libraries.
+            there: Bytes that all may hold, of a GPU or of the machine.
+            together: Pieces, or workers of them, that share those.
+        """
+        if self.lighter is None:
+            return
+        beside = 0 if self.resources.gpus else base
+        found = self.lighter(there // together - beside, machine.gpus)
+        yield from found
+        if self.resources.gpus or there >= self.workers * (self.memory + base):
+            return
+        for setting in self.lighter(there // self.workers - beside, machine.gpus):
+            if setting not in found:
+                yield f"{setting} and compute.{self.kind}.cpus = {machine.cpus // self.workers}"
 
 
 def dividing(resources: Resources) -> int:

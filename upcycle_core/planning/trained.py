@@ -3,9 +3,10 @@
 Shapes: L layers, H hidden size, D experts, k experts a token, M experts of a SIMoE.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -155,27 +156,40 @@ def simoe_training_bytes(
 def _rehearsed(
     shape: Shape, config: TrainingConfig, simoe: SimoeUpcyclingConfig, device: str
 ) -> int:
+    described, bf16 = json.dumps(dict(shape.config)), arithmetic(config.precision, device) == "bf16"
+
+    def rehearse(rows: int) -> int:
+        counted = TrainingConfig(
+            batch_size=rows,
+            sequence_length=config.sequence_length,
+            gradient_accumulation=min(2, config.gradient_accumulation),
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+        return _step_bytes(described, shape.layers, counted, simoe, bf16)
+
+    return rehearsal.of_rows(rehearse, config, shape.vocabulary)
+
+
+@lru_cache
+def _step_bytes(
+    described: str, depth: int, config: TrainingConfig, simoe: SimoeUpcyclingConfig, bf16: bool
+) -> int:
+    """Of a SIMoE, rehearsed once for all who ask."""
     from upcycle_core.simoe.model import SimoeForCausalLM
     from upcycle_core.simoe.upcycle import narrow_base, simoe_config
 
-    bf16 = arithmetic(config.precision, device) == "bf16"
-
-    def rehearse(rows: int, layers: int) -> int:
+    def rehearse(layers: int) -> int:
         with FakeTensorMode(), rehearsal.Held() as held:
-            dense = rehearsal.model_config(shape.config, layers)
+            dense = rehearsal.model_config(json.loads(described), layers)
             # Whatever routes, the coefficients are given: tasks' names are the text's to say.
             network = SimoeForCausalLM(simoe_config(dense, replace(simoe, routing="instance")))
             narrow_base(network, DTYPES["bf16" if bf16 else "fp32"])
             network.train()
             if config.gradient_checkpointing:
                 network.activation_checkpointing_enable({"use_reentrant": False})
-            sizes = (rows, simoe.experts)
+            sizes = (config.batch_size, simoe.experts)
             alpha = torch.full(sizes, 1 / simoe.experts, requires_grad=True)
-            sized = replace(config, batch_size=rows)
-            rehearsal.step(network, sized, held, bf16=bf16, coefficients=alpha)
+            rehearsal.step(network, config, held, bf16=bf16, coefficients=alpha)
             return held.peak
 
-    def of_all_layers(rows: int) -> int:
-        return rehearsal.extrapolated(partial(rehearse, rows), shape.layers)
-
-    return rehearsal.of_rows(of_all_layers, config, shape.vocabulary)
+    return rehearsal.extrapolated(rehearse, depth)

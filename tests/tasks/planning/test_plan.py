@@ -505,6 +505,26 @@ def test_each_setting_that_is_named_makes_a_training_fit(tmp_path, llama, gpu, w
         assert "compute.experts" not in of(full | rest, compute["experts"] | mine), setting
 
 
+@pytest.mark.parametrize("memory", [500, 110])
+def test_each_setting_that_is_named_makes_all_fit_that_runs_side_by_side(tmp_path, llama, memory):
+    machine = Machine(memory * 10**9, 32, 10**13)
+    full = {"batch_size": 1, "sequence_length": 512, "gradient_checkpointing": True}
+
+    def of(training, **resources):
+        sections = {"experts": {"training": training}, "compute": {"experts": resources}}
+        return faults(made(tmp_path, llama, ready=False, machine=machine, **sections))
+
+    said, remedy = of(full)["compute.experts"]
+    assert said.startswith("experts: 5 x")
+    settings = [one for one in remedy.split(" or ") if "several machines" not in one]
+    assert len(settings) > 1
+    for setting in settings:
+        changes = dict(re.findall(r"(\w+) = (\w+)", setting))
+        parsed = {name: yaml.safe_load(value) for name, value in changes.items()}
+        mine = {name: parsed.pop(name) for name in ("cpus", "memory") if name in parsed}
+        assert "compute.experts" not in of(full | parsed, **mine), setting
+
+
 def test_workers_that_are_named_fit_with_the_accumulation_that_they_share(tmp_path, llama):
     machine = Machine(10**12, 64, 10**13, gpus=8, gpu_memory=80 * 10**9)
     training = {"batch_size": 2, "sequence_length": 512, "gradient_checkpointing": True}

@@ -39,3 +39,25 @@ def test_one_that_a_gpu_cannot_hold_for_tasks_is_divided_among_so_many(tmp_path,
     said = {fault.field: fault.remedy for fault in found.faults()}
     expected = {1: "compute.task_evaluation.gpus = 7", 7: None}
     assert said.get("compute.task_evaluation") == expected[gpus]
+
+
+def test_workers_that_divide_its_training_are_named(tmp_path):
+    asked = {
+        "seed_model.model": ROOT / "recipes/large/llama-3-8b",
+        "tuning.precision": "bf16",
+        "tuning.training": "{steps: 5000, batch_size: 2, sequence_length: 512, "
+        "gradient_checkpointing: true, gradient_accumulation: 2}",
+        "compute.post_training.gpus": 1,
+    }
+    machine = Machine(10**12, 64, 10**13, gpus=8, gpu_memory=80 * 10**9)
+
+    def of(**more):
+        settings = [f"{key}={value}" for key, value in {**asked, **more}.items()]
+        recipe = load_recipe(ROOT / "recipes/simoe.yaml", settings)
+        found = plan(recipe, tmp_path, machine, base=500_000_000).faults()
+        return {fault.field: fault.remedy for fault in found}
+
+    workers = "compute.post_training.workers = 2 and sharding = full (then"
+    assert workers in of()["compute.post_training"]
+    divided = {"compute.post_training.workers": 2, "compute.post_training.sharding": "full"}
+    assert "compute.post_training" not in of(**divided)
