@@ -29,6 +29,11 @@ class Fault:
         value = value if len(value) <= LONGEST else f"{value[: LONGEST - 3]}..."
         return f"{self.field or repr('')} = {value}: {self.remedy}"
 
+    def within(self, field: str) -> "Fault":
+        """This fault with the recipe's field, where what found it did not know it."""
+        named = self.field if self.field.startswith(field) else f"{field}: {self.field}"
+        return Fault(named, self.value, self.remedy)
+
 
 class InputError(ValueError):
     """What the user gave cannot be used. Raised before heavy work, with every fault found."""

@@ -18,6 +18,7 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.given.resolve import resolve_model
 
 REGISTERED = "models:/"
+SEED_FIELD = "seed_model.model"
 IN_FORM = "files of a given model in its form"
 
 
@@ -34,6 +35,19 @@ def given_models(recipe: Recipe) -> dict[str, str]:
     }
     models[SEED] = recipe.seed_model.model
     return {name: model for name, model in models.items() if model}
+
+
+def given_fields(recipe: Recipe) -> dict[str, str]:
+    """{field of the recipe: the model that it names}, the seed's last."""
+    fields = {}
+    for name, domain in recipe.domains.items():
+        if domain.expert is not None:
+            fields[f"domains.{name}.expert"] = domain.expert
+        elif domain.origin is not None and domain.origin.model is not None:
+            fields[f"domains.{name}.origin.model"] = domain.origin.model
+    if recipe.seed_model.model is not None:
+        fields[SEED_FIELD] = recipe.seed_model.model
+    return fields
 
 
 def given_model(recipe: Recipe, reference: str, cache: Path) -> Path:

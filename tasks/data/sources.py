@@ -13,7 +13,14 @@ from infra.recipe.checks import learnt_whole, responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import head_faults, rank_faults, repair_faults, type_faults, weight_faults
-from tasks.data.given import given_model, given_models, given_type, known_files
+from tasks.data.given import (
+    SEED_FIELD,
+    given_fields,
+    given_model,
+    given_models,
+    given_type,
+    known_files,
+)
 from tasks.data.lengths import position_faults
 from tasks.data.licences import FILE as LICENCES
 from tasks.data.licences import licence_faults, stated_licences
@@ -290,7 +297,7 @@ def chat_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> It
                         remedy += "weight 0, which is not to be learnt: set responses"
                         raise_faults([Fault(whole[field], "all", remedy)])
             except InputError as error:
-                yield from (_at(field, fault) for fault in error.faults)
+                yield from (fault.within(field) for fault in error.faults)
 
 
 def _asked_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> Iterator[Fault]:
@@ -311,14 +318,8 @@ def _asked_faults(recipe: Recipe, models: Sequence[str | None], cache: Path) -> 
 
 def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEXT) -> list[Fault]:
     """What is wrong with ready experts and a given seed: each alone, and all of them together."""
-    given = {
-        f"domains.{name}.expert": domain.expert
-        for name, domain in recipe.domains.items()
-        if domain.expert is not None
-    }
-    ready = list(given)
-    if recipe.seed_model.model is not None:
-        given["seed_model.model"] = recipe.seed_model.model
+    given = given_fields(recipe)
+    ready = [field for field in given if field != SEED_FIELD]
     readers, tokens, faults = opened_models(recipe, given, cache)
     if recipe.trains_experts and given and recipe.seed_model.model is None:
         remedy = "some domains bring an expert and others do not; name the seed model that the "
@@ -348,16 +349,10 @@ def opened_models(
             tokens[field] = token_ids(directory)
             check_tokenizer(directory)
         except InputError as error:
-            faults += [_at(field, fault) for fault in error.faults]
+            faults += [fault.within(field) for fault in error.faults]
     if not faults:
         faults += licence_faults(recipe, cache)
     return readers, tokens, faults
-
-
-def _at(field: str, fault: Fault) -> Fault:
-    """``fault`` with the recipe's field, where what found it did not know it."""
-    named = fault.field if fault.field.startswith(field) else f"{field}: {fault.field}"
-    return Fault(named, fault.value, fault.remedy)
 
 
 def write_fingerprints(path: Path, values: object) -> None:

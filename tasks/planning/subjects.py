@@ -1,6 +1,6 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import adapter_faults, linears_of
-from tasks.data.given import given_model
+from tasks.data.given import SEED_FIELD, given_fields, given_model
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects, in_type
 from upcycle_core.corpora.config import Domain, Source
@@ -69,14 +69,43 @@ def _texts(recipe: Recipe, domain: Domain) -> dict[str, int]:
 
 
 def _shape(recipe: Recipe, cache: Path) -> Shape:
-    experts = [d.expert for d in recipe.domains.values() if d.expert is not None]
-    given = [*filter(None, [recipe.seed_model.model]), *experts]
-    if not given or (recipe.trains_seed and not experts):
+    fields = list(given_fields(recipe))
+    if not fields:
         return _made_here(recipe)
-    first, *others = dict.fromkeys(given)
-    shape = _given(recipe, first, cache)
-    headers = [_header(reference, cache) for reference in others]
-    return _in_one_type(shape, [shape, *(own for own in headers if own is not None)])
+    first = SEED_FIELD if SEED_FIELD in fields else fields[0]
+    shapes = _shapes(recipe, cache, needed=[first])
+    return _in_one_type(shapes[first], list(shapes.values()))
+
+
+def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str, Shape]:
+    """{field of the recipe: the shape of the model that it names}
+
+    Args:
+        recipe: The recipe.
+        cache: Where models are kept.
+        needed: Fields whose models must be read; of the others those are left out that would have
+            to be fetched, converted or merged for it.
+
+    Raises:
+        InputError: With all that keeps models from being read.
+    """
+    shapes: dict[str, Shape] = {}
+    known: dict[str, Shape] = {}
+    faults: list[Fault] = []
+    for field, reference in given_fields(recipe).items():
+        try:
+            own = known.get(reference)
+            if own is None and field in needed:
+                own = _given(recipe, reference, cache, field)
+            elif own is None:
+                own = _header(reference, cache, field)
+        except InputError as error:
+            faults += [fault.within(field) for fault in error.faults]
+            continue
+        if own is not None:
+            shapes[field] = known[reference] = own
+    raise_faults(faults)
+    return shapes
 
 
 def _in_one_type(shape: Shape, shapes: Sequence[Shape]) -> Shape:
@@ -90,11 +119,9 @@ def _in_one_type(shape: Shape, shapes: Sequence[Shape]) -> Shape:
 
 def _shape_of_strangers(recipe: Recipe, cache: Path) -> Shape:
     """Of any of them: they agree in all but their vocabularies, of which the largest counts."""
-    given = [
-        d.expert or (None if d.origin is None else d.origin.model) for d in recipe.domains.values()
-    ]
-    shapes = [_given(recipe, reference, cache) for reference in dict.fromkeys(filter(None, given))]
-    if not all(given):
+    given = given_fields(recipe)
+    shapes = list(_shapes(recipe, cache, needed=given).values())
+    if len(given) < len(recipe.domains):
         own = [d.origin and d.origin.vocabulary_size for d in recipe.domains.values()]
         largest = max(size or recipe.tokenizer.vocabulary_size for size in own)
         shapes.append(_made_here(recipe).with_vocabulary(largest))
@@ -111,20 +138,22 @@ def _union(recipe: Recipe, shape: Shape) -> int:
     return shape.vocabulary + sum(max(0, size - BYTES) for size in own)
 
 
-def _given(recipe: Recipe, reference: str, cache: Path, *, is_base: bool = False) -> Shape:
+def _given(
+    recipe: Recipe, reference: str, cache: Path, field: str, *, is_base: bool = False
+) -> Shape:
     if _is_converted(reference):
-        return _of_header(recipe, reference, cache)
+        return _of_header(recipe, reference, cache, field)
     try:
-        return Shape.of(_with_config(reference, cache))
+        return Shape.of(_with_config(reference, cache), field=field)
     except NOT_TO_BE_HAD as error:
         base = None if is_base else _base_on_hub(recipe, reference, cache)
         if base is not None:
-            return _given(recipe, base, cache, is_base=True)
+            return _given(recipe, base, cache, field, is_base=True)
         remedy = "its config.json is neither on this disk nor to be had from the hub "
         remedy += (
             f"({type(error).__name__}); name a folder that holds a config.json, weights or not"
         )
-        raise InputError(Fault("model", reference, remedy)) from error
+        raise InputError(Fault(field, reference, remedy)) from error
 
 
 def _base_on_hub(recipe: Recipe, reference: str, cache: Path) -> str | None:
@@ -138,29 +167,30 @@ def _base_on_hub(recipe: Recipe, reference: str, cache: Path) -> str | None:
     return own if seed in (None, reference) else seed
 
 
-def _of_header(recipe: Recipe, reference: str, cache: Path) -> Shape:
+def _of_header(recipe: Recipe, reference: str, cache: Path, field: str) -> Shape:
     """What a GGUF file becomes, or an adapter, whose base this is in its type; of the registry, a
     version as it lies there."""
     if reference.endswith(GGUF):
         from upcycle_core.given.gguf_file import open_gguf  # imports transformers
 
         file = open_gguf(gguf_path(reference, cache))
-        return replace(Shape.of_config(file.config, file.dtype.itemsize), dtype=file.dtype)
+        shape = Shape.of_config(file.config, file.dtype.itemsize, field=field)
+        return replace(shape, dtype=file.dtype)
     folder, seed = Path(reference).expanduser(), recipe.seed_model.model
     if is_adapter(folder):
         base = Adapter(folder).base_name if seed in (None, reference) else seed
         if base is not None and not is_adapter(Path(base).expanduser()):  # else said when resolved
-            return _given(recipe, base, cache)
-    return Shape.of(given_model(recipe, reference, cache))
+            return _given(recipe, base, cache, field)
+    return Shape.of(given_model(recipe, reference, cache), field=field)
 
 
-def _header(reference: str, cache: Path) -> Shape | None:
+def _header(reference: str, cache: Path, field: str) -> Shape | None:
     """Of a model beside the first; None where it would have to be converted or merged for it, as a
     GGUF file or an adapter, whose type is its base's."""
     if _is_converted(reference):
         return None
     try:
-        return Shape.of(_with_config(reference, cache))
+        return Shape.of(_with_config(reference, cache), field=field)
     except NOT_TO_BE_HAD:
         return None
 

@@ -10,7 +10,7 @@ from infra.durable import read_json
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
 from tasks.data.fits import type_faults
-from tasks.data.given import given_model, given_models
+from tasks.data.given import given_fields, given_model, given_models
 from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
@@ -165,13 +165,7 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
 
 def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with given models: each alone, and all of them together."""
-    given = {}
-    for name, domain in recipe.domains.items():
-        if domain.expert is not None:
-            given[f"domains.{name}.expert"] = domain.expert
-        elif domain.origin is not None and domain.origin.model is not None:
-            given[f"domains.{name}.origin.model"] = domain.origin.model
-    readers, tokens, faults = opened_models(recipe, given, cache)
+    readers, tokens, faults = opened_models(recipe, given_fields(recipe), cache)
     if not faults:
         faults += _mark_faults(recipe, readers)
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]

@@ -49,19 +49,23 @@ class Shape:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, directory: Path) -> "Shape":
+    def of(cls, directory: Path, *, field: str = "model") -> "Shape":
         """What a checkpoint's headers say, or config.json where there are no weights beside it.
+
+        Args:
+            directory: Where it lies.
+            field: How errors name it.
 
         Raises:
             InputError: There is no config.json, it is none, or of no family that is known.
         """
         if any(directory.glob("*.safetensors")):
-            return cls.of_reader(CheckpointReader(directory, field="model"))
-        config, faults = read_config(directory, "model")
+            return cls.of_reader(CheckpointReader(directory, field=field))
+        config, faults = read_config(directory, field)
         raise_faults(faults)
         named = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = DTYPES.get(named, torch.float32)
-        return replace(cls.of_config(config, dtype.itemsize), dtype=dtype)
+        return replace(cls.of_config(config, dtype.itemsize, field=field), dtype=dtype)
 
     @classmethod
     def of_scored(cls, reader: CheckpointReader) -> tuple["Shape", int]:
@@ -85,14 +89,23 @@ class Shape:
         return cls.of_config(dense, stored.itemsize), int(config[target.count_fields[0]])
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], itemsize: int) -> "Shape":
+    def of_config(
+        cls, config: Mapping[str, Any], itemsize: int, *, field: str = "model"
+    ) -> "Shape":
         """What a configuration makes.
+
+        Args:
+            config: The content of config.json.
+            itemsize: Bytes of a parameter in its files.
+            field: How errors name its model.
 
         Raises:
             InputError: It is of no family that is known.
         """
-        sizes = {n: math.prod(shape) for n, shape in family_of(config).tensors(config).items()}
-        return cls._of(config, sizes, itemsize)
+        family = family_of(config, field=f"{field}.config.model_type")
+        full = family.resolve(config, field=f"{field}.config")
+        sizes = {n: math.prod(shape) for n, shape in family.tensors(full).items()}
+        return cls._of(config, sizes, itemsize, field=field)
 
     @classmethod
     def of_reader(cls, reader: CheckpointReader) -> "Shape":
@@ -100,14 +113,18 @@ class Shape:
         sizes = {name: math.prod(info.shape) for name, info in reader.tensors.items()}
         stored = sum(sizes[n] * info.dtype.itemsize for n, info in reader.tensors.items())
         types = {info.dtype for info in reader.tensors.values()}
-        made = cls._of(reader.config, sizes, round(stored / sum(sizes.values())))
+        made = cls._of(
+            reader.config, sizes, round(stored / sum(sizes.values())), field=reader.field
+        )
         return replace(made, dtype=types.pop() if len(types) == 1 else None)
 
     @classmethod
-    def _of(cls, config: Mapping[str, Any], sizes: Mapping[str, int], itemsize: int) -> "Shape":
-        family = family_of(config)
+    def _of(
+        cls, config: Mapping[str, Any], sizes: Mapping[str, int], itemsize: int, *, field: str
+    ) -> "Shape":
+        family = family_of(config, field=f"{field}.config.model_type")
         return cls(
-            config=family.resolve(config),
+            config=family.resolve(config, field=f"{field}.config"),
             whole=sum(sizes.values()),
             ffns=sum(size for name, size in sizes.items() if family.is_ffn(name)),
             ends=sum(sizes.get(name, 0) for name in (EMBEDDING, LM_HEAD)),

@@ -365,7 +365,8 @@ def test_an_adapter_of_the_hub_is_planned_from_the_base_that_it_names(tmp_path, 
 
     assert planned("our-org/lora") == planned(str(llama))
     for reference in ("our-org/loop", "our-org/absent"):
-        with pytest.raises(InputError, match=f"model = '{reference}': its config.json is neither"):
+        said = f"domains.art.expert = '{reference}': its config.json is neither"
+        with pytest.raises(InputError, match=said):
             planned(reference)
 
 

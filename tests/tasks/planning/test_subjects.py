@@ -1,0 +1,71 @@
+"""What a plan says of the models that a recipe names, from their config.json alone."""
+
+import json
+
+import pytest
+
+from tasks.planning.subjects import subjects_of
+from tasks.recipes import validate
+from upcycle_core.errors import InputError
+
+
+@pytest.fixture
+def like(tmp_path, llama):
+    """Makes folders of the Llama's config.json with other values."""
+
+    def made(name, **values):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = json.loads((llama / "config.json").read_text()) | values
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return made
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """{field: all that is said of it} by a plan of domains with these experts."""
+
+    def found(sections=None, /, **experts):
+        own = {
+            name: {"train": {"files": [f"{name}.txt"]}, **({"expert": str(e)} if e else {})}
+            for name, e in experts.items()
+        }
+        recipe = validate({"name": "small", "domains": own, **(sections or {})})
+        try:
+            subjects_of(recipe, tmp_path / "models")
+        except InputError as error:
+            return {fault.field: str(fault) for fault in error.faults}
+        return {}
+
+    return found
+
+
+def test_each_model_that_cannot_be_read_is_said_by_its_field_in_the_recipe(
+    tmp_path, llama, like, refused
+):
+    gemma = like("gemma", model_type="gemma")
+    said = refused({"seed_model": {"model": str(tmp_path)}}, code=llama, law=gemma, art=gemma)
+    assert set(said) == {
+        "domains.law.expert.config.model_type",
+        "domains.art.expert.config.model_type",
+        "seed_model.model",
+    }
+    refusal = said["domains.law.expert.config.model_type"]
+    assert "= 'gemma': is not supported: no stock MoE" in refusal
+    assert f"= '{tmp_path}': has no config.json" in said["seed_model.model"]
+
+
+def test_models_of_a_symphony_are_said_by_their_fields_too(tmp_path, llama, like, refused):
+    text = {"train": {"files": ["a.txt"]}}
+    domains = {
+        "law": text | {"expert": str(like("gemma", model_type="gemma"))},
+        "code": text | {"origin": {"model": str(like("sizeless", hidden_size=None))}},
+        "art": text | {"expert": str(llama)},
+    }
+    said = refused({"method": "symphony", "symphony": {}, "domains": domains})
+    assert set(said) == {
+        "domains.law.expert.config.model_type",
+        "domains.code.origin.model.config.hidden_size",
+    }
