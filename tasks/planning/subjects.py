@@ -1,6 +1,6 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -15,6 +15,8 @@ from tasks.data.adapters import adapter_faults, linears_of
 from tasks.data.given import SEED_FIELD, given_fields, given_model
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects, in_type
+from tasks.symphony.variants import section
+from upcycle_core.architectures.compare import compare_configs
 from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -38,8 +40,8 @@ def subjects_of(recipe: Recipe, cache: Path) -> Subjects:
         cache: Where models are kept that come from the hub or the registry.
 
     Raises:
-        InputError: No model's config.json can be read, or an adapter is to be trained of layers
-            that it has not.
+        InputError: A model's config.json cannot be read; models cannot become one; an adapter is to
+            be trained of layers that are not there.
     """
     texts = {name: _texts(recipe, domain) for name, domain in recipe.domains.items()}
     splits: dict[str, Any] = {
@@ -87,7 +89,7 @@ def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str
             to be fetched, converted or merged for it.
 
     Raises:
-        InputError: With all that keeps models from being read.
+        InputError: With all that keeps models from being read, or from becoming one.
     """
     shapes: dict[str, Shape] = {}
     known: dict[str, Shape] = {}
@@ -104,8 +106,17 @@ def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str
             continue
         if own is not None:
             shapes[field] = known[reference] = own
-    raise_faults(faults)
+    raise_faults([*faults, *_joining_faults(recipe, shapes)])
     return shapes
+
+
+def _joining_faults(recipe: Recipe, shapes: Mapping[str, Shape]) -> list[Fault]:
+    """What the stage ``sources`` will say of the models together, by the rule of the method."""
+    configs = {field: shape.config for field, shape in shapes.items()}
+    if METHODS[recipe.method].has_seed:
+        return compare_configs(configs)
+    one_rope = section(recipe).rope == "same"
+    return compare_configs(configs, of_one_seed=False, one_rope=one_rope)
 
 
 def _in_one_type(shape: Shape, shapes: Sequence[Shape]) -> Shape:

@@ -66,6 +66,7 @@ def compare_experts(
     """
     faults: list[Fault] = []
     first: str | None = None
+    configs = {field: reader.config for field, reader in readers.items()}
     for field, reader in readers.items():
         faults += _own_faults(reader, field)
         if field in tokens:
@@ -73,7 +74,7 @@ def compare_experts(
         if first is None:
             first = field
             continue
-        faults += _differences(readers, first, field, MUST_AGREE, OF_ONE_SEED)
+        faults += _differences(configs, first, field, MUST_AGREE, OF_ONE_SEED)
     return [*faults, *_token_faults(readers, tokens), *_twice(readers, ready)]
 
 
@@ -101,21 +102,59 @@ def compare_strangers(
         All faults, none if the models fit.
     """
     faults: list[Fault] = []
-    fields = list(readers)
-    without = {"tie_word_embeddings"} if one_rope else {"tie_word_embeddings", "rope_parameters"}
-    agree = {name: what for name, what in MUST_AGREE.items() if name not in without}
+    fields, agree = list(readers), _agree_of_strangers(one_rope)
+    configs = {field: reader.config for field, reader in readers.items()}
     for at, field in enumerate(fields):
         faults += _own_faults(readers[field], field)
-        family = FAMILIES.get(str(readers[field].config.get("model_type")))
-        if family is not None and not family.norms_first:
-            remedy = "has its norms behind attention and FFN, and Symphony-MoE folds norms into "
-            remedy += "what reads them; join experts of one seed, with DUME, or use another family"
-            faults.append(Fault(f"{field}.config.model_type", family.model_type, remedy))
+        faults += _norm_faults(configs[field], field)
         if field in readable:
             faults += _vocabulary_faults(readers[field], field)
         if at:
-            faults += _differences(readers, fields[0], field, agree, OF_ONE_SHAPE)
+            faults += _differences(configs, fields[0], field, agree, OF_ONE_SHAPE)
     return [*faults, *_twice(readers, ready)]
+
+
+def compare_configs(
+    configs: Mapping[str, Mapping], *, of_one_seed: bool = True, one_rope: bool = True
+) -> list[Fault]:
+    """Find what config.json alone says against models becoming one: no weight is read.
+
+    It is what ``compare_experts`` and ``compare_strangers`` say of that, except what the stock
+    classes say of each, which are slow to import.
+
+    Args:
+        configs: Contents of config.json, of known families, by the names that faults give them.
+        of_one_seed: Whether they are experts of one seed, or strangers.
+        one_rope: Whether ropes of strangers must agree.
+
+    Returns:
+        All faults, none if nothing is known to speak against it.
+    """
+    faults: list[Fault] = []
+    agree = MUST_AGREE if of_one_seed else _agree_of_strangers(one_rope)
+    advice = OF_ONE_SEED if of_one_seed else OF_ONE_SHAPE
+    for field, config in configs.items():
+        faults += family_of(config).config_faults(config, field)
+        if not of_one_seed:
+            faults += _norm_faults(config, field)
+        if (first := next(iter(configs))) != field:
+            faults += _differences(configs, first, field, agree, advice)
+    return faults
+
+
+def _agree_of_strangers(one_rope: bool) -> dict[str, str]:
+    """What must be equal of models without a common seed."""
+    without = {"tie_word_embeddings"} if one_rope else {"tie_word_embeddings", "rope_parameters"}
+    return {name: what for name, what in MUST_AGREE.items() if name not in without}
+
+
+def _norm_faults(config: Mapping, field: str) -> Iterator[Fault]:
+    """Norms that strangers cannot have."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and not family.norms_first:
+        remedy = "has its norms behind attention and FFN, and Symphony-MoE folds norms into "
+        remedy += "what reads them; join experts of one seed, with DUME, or use another family"
+        yield Fault(f"{field}.config.model_type", family.model_type, remedy)
 
 
 def tensor_faults(
@@ -301,22 +340,22 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _differences(
-    readers: Mapping[str, CheckpointReader],
+    configs: Mapping[str, Mapping],
     first_field: str,
     field: str,
     must_agree: Mapping[str, str],
     advice: str,
 ) -> Iterator[Fault]:
     """What two models do not agree on."""
-    first, other = readers[first_field], readers[field]
-    types = (first.config.get("model_type"), other.config.get("model_type"))
+    first, other = configs[first_field], configs[field]
+    types = (first.get("model_type"), other.get("model_type"))
     if types[0] != types[1]:
         remedy = f"another architecture than {first_field} ({types[0]}); use one family"
         yield Fault(f"{field}.config.model_type", types[1], remedy)
         return
     try:
-        family = family_of(first.config)
-        ours, theirs = family.resolve(first.config), family.resolve(other.config)
+        family = family_of(first)
+        ours, theirs = family.resolve(first), family.resolve(other)
     except InputError:
         return  # said already, of the expert that it is about
     for name, what in must_agree.items():

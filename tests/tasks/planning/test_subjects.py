@@ -69,3 +69,25 @@ def test_models_of_a_symphony_are_said_by_their_fields_too(tmp_path, llama, like
         "domains.law.expert.config.model_type",
         "domains.code.origin.model.config.hidden_size",
     }
+
+
+def test_models_that_cannot_become_one_are_refused_as_the_flow_does(llama, like, refused):
+    qwen, small = like("qwen", model_type="qwen3"), like("small", hidden_size=2048, head_dim=128)
+    said = refused({"seed_model": {"model": str(small)}}, code=llama, law=qwen)
+    assert set(said) == {
+        "domains.law.expert.config.model_type",
+        "seed_model.model.config.hidden_size",
+    }
+    kind = said["domains.law.expert.config.model_type"]
+    assert kind.endswith("another architecture than domains.code.expert (llama); use one family")
+    size = said["seed_model.model.config.hidden_size"]
+    assert "= 2048: another shape than domains.code.expert (4096); use experts of one" in size
+
+
+def test_strangers_may_differ_as_their_own_rule_says(llama, like, refused):
+    tied = like("tied", tie_word_embeddings=True, vocab_size=32000)
+    far = like("far", rope_theta=5e5)
+    own = {"method": "symphony", "symphony": {}}
+    assert refused(own, code=llama, law=tied) == {}
+    assert set(refused(own, code=llama, law=far)) == {"domains.law.expert.config.rope_parameters"}
+    assert refused({**own, "symphony": {"rope": "anchor"}}, code=llama, law=far) == {}
