@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import adapter_faults, linears_of
+from tasks.data.fits import type_faults
 from tasks.data.given import SEED_FIELD, given_fields, given_model
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects, in_type
@@ -89,7 +90,8 @@ def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str
             to be fetched, converted or merged for it.
 
     Raises:
-        InputError: With all that keeps models from being read, or from becoming one.
+        InputError: With all that keeps models from being read, or from becoming one
+            in the type that is asked for.
     """
     shapes: dict[str, Shape] = {}
     known: dict[str, Shape] = {}
@@ -106,7 +108,7 @@ def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str
             continue
         if own is not None:
             shapes[field] = known[reference] = own
-    raise_faults([*faults, *_joining_faults(recipe, shapes)])
+    raise_faults([*faults, *_joining_faults(recipe, shapes), *type_faults(recipe)])
     return shapes
 
 

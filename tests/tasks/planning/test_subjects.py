@@ -91,3 +91,12 @@ def test_strangers_may_differ_as_their_own_rule_says(llama, like, refused):
     assert refused(own, code=llama, law=tied) == {}
     assert set(refused(own, code=llama, law=far)) == {"domains.law.expert.config.rope_parameters"}
     assert refused({**own, "symphony": {"rope": "anchor"}}, code=llama, law=far) == {}
+
+
+def test_a_type_that_what_is_trained_beside_given_experts_has_not_is_refused(llama, refused):
+    sections = {"seed_model": {"model": str(llama)}, "experts": {"dtype": "bf16"}}
+    assert (
+        "what is trained here (law) is fp32"
+        in refused(sections, code=llama, law=None)["experts.dtype"]
+    )
+    assert refused(sections, code=llama, law=llama) == {}
