@@ -62,29 +62,37 @@ class Machine:
         """The machine with ``memory=24GB``, ``cpus=2``, ... in place of what it has.
 
         Raises:
-            InputError: No such part, no such amount, or GPUs without their memory.
+            InputError: No such part, no such amount, no whole number of CPUs or GPUs, or GPUs
+                without their memory.
         """
         machine, faults = self, []
         for change in changes:
             name, _, value = change.partition("=")
-            amount = amount_of(value)
-            if name not in self.__dataclass_fields__ or amount is None:
-                parts = ", ".join(self.__dataclass_fields__)
-                remedy = f"say PART=AMOUNT, as memory=24GB or cpus=2; parts are {parts}"
+            if remedy := _remedy(name, value):
                 faults.append(Fault("--machine", change, remedy))
                 continue
-            if name not in COUNTS and 0 < amount < SMALLEST:
-                faults.append(
-                    Fault("--machine", change, f"is {amount:g} bytes; give a unit, as 24GB")
-                )
-                continue
-            machine = replace(machine, **{name: int(amount)})
+            machine = replace(machine, **{name: int(amount_of(value) or 0)})
         if machine.gpus and not machine.gpu_memory and not faults:
             remedy = "say how much memory each has, as gpu_memory=80GB"
             faults.append(Fault("--machine", f"gpus={machine.gpus}", remedy))
         if faults:
             raise InputError(*faults)
         return machine
+
+
+def _remedy(name: str, value: str) -> str | None:
+    """What to say in place of an amount that a part of a machine cannot have; None where it can."""
+    parts, amount = Machine.__dataclass_fields__, amount_of(value)
+    if name in COUNTS and not value.strip().isdecimal():
+        return f"{name} is a whole number without a unit, as {name}=2"
+    if name not in parts or amount is None:
+        said = "say PART=AMOUNT, as memory=24GB or cpus=2"
+        return f"{said}; parts are {', '.join(parts)}"
+    if name == "cpus" and not amount:
+        return "a machine has at least one CPU, as cpus=2"
+    if name not in COUNTS and 0 < amount < SMALLEST:
+        return f"is {amount:g} bytes; give a unit, as 24GB"
+    return None
 
 
 def nearest(path: Path) -> Path:

@@ -708,6 +708,21 @@ def test_a_machine_that_is_half_described_is_refused(changes, said):
         Machine(memory=1, cpus=1, disk=1).changed(changes)
 
 
+@pytest.mark.parametrize("change", ["cpus=8GB", "cpus=1.9", "gpus=0.5", "gpus=1k", "cpus="])
+def test_what_a_machine_counts_is_a_whole_number(change):
+    name = change.partition("=")[0]
+    said = rf"{change}'?: {name} is a whole number without a unit, as {name}=2"
+    with pytest.raises(InputError, match=said):
+        Machine(memory=1, cpus=1, disk=1).changed([change, "gpu_memory=80GB"])
+
+
+def test_a_machine_may_be_without_gpus_but_not_without_cpus():
+    here = Machine(memory=1, cpus=1, disk=1, gpus=1, gpu_memory=80 * 10**9)
+    assert here.changed(["gpus=0"]).gpus == 0
+    with pytest.raises(InputError, match=r"cpus=0'?: a machine has at least one CPU"):
+        here.changed(["cpus=0"])
+
+
 def test_checkpoints_of_an_adapter_hold_the_frozen_weights_too():
     shape = Shape.of_config(pico_config().to_dict(), 2)
     planned = training(shape, ExpertTrainingConfig(method="lora"), WorkerResources())
