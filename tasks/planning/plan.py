@@ -62,6 +62,7 @@ class Plan:
             remote where that is a directory beside it.
         rates: What a second brings there, where that is known.
         begun: Bytes of what is to come that lie on the disk already.
+        has_remote: Whether DVC pushes to a remote at all.
     """
 
     rows: Sequence[Planned]
@@ -71,6 +72,7 @@ class Plan:
     copies: int
     rates: Rates | None = None
     begun: int = 0
+    has_remote: bool = True
 
     @property
     def coming(self) -> list[Planned]:
@@ -100,8 +102,8 @@ class Plan:
 
     @property
     def pushed_to_come(self) -> int:
-        """Bytes that DVC's remote lacks of what it will hold."""
-        return sum(row.pushed for row in self.coming)
+        """Bytes that DVC's remote lacks of what it will hold; 0 where there is none."""
+        return sum(row.pushed for row in self.coming) if self.has_remote else 0
 
     @property
     def memory(self) -> int:
@@ -136,8 +138,9 @@ class Plan:
         to_come = self._to_come(self.machine if is_local else None)
         if to_come > self.machine.disk:
             said = f"{gigabytes(to_come)} to come, {gigabytes(self.machine.disk)} free"
-            remedy = "free some space, set UPCYCLE_HOME to a larger disk, or put DVC's remote "
-            remedy += "elsewhere (versions.remote)"
+            remedy = "free some space or set UPCYCLE_HOME to a larger disk"
+            if self.copies > 1:
+                remedy += ", or put DVC's remote elsewhere (versions.remote)"
             yield Fault("disk", said, remedy)
         elsewhere = self.machine.remote_disk
         if elsewhere is not None and self.pushed_to_come > elsewhere:
@@ -177,7 +180,9 @@ class Plan:
         """Where bytes are kept, as Markdown."""
         own, linked = (sum(getattr(row, of) for row in self.rows) for of in ("own", "linked"))
         remote = gigabytes(sum(row.pushed for row in self.rows))
-        if self.copies == 1:
+        if not self.has_remote:
+            remote = "none"
+        elif self.copies == 1:
             apart = self.machine.remote_disk is not None
             remote = f"{remote} on another disk" if apart else "not on this disk"
         places = {
@@ -193,11 +198,12 @@ class Plan:
     def summary(self) -> str:
         """The sums in words."""
         there, gpu = self.machine, ""
+        kept = "workspace and remote" if self.copies > 1 else "in the workspace"
         if self.gpu_memory:
             gpu = f"; of a GPU {gigabytes(self.gpu_memory)}, of {gigabytes(there.gpu_memory)}"
         return (
             f"memory: {gigabytes(self.memory)} at the peak, of {gigabytes(there.memory)}{gpu}\n"
-            f"disk: {gigabytes(self.disk)} when all is made, workspace and remote; "
+            f"disk: {gigabytes(self.disk)} when all is made, {kept}; "
             f"{gigabytes(self.disk_to_come)} to come, {gigabytes(there.disk)} free\n"
             f"time: {self._time()}"
         )
@@ -273,7 +279,8 @@ def plan(
         ordered.append(row.fitted(machine, base))
     is_directory = remote_directory(recipe.versions.remote, home) is not None
     copies = 1 + (is_directory and machine.remote_disk is None)
-    return Plan(ordered, machine, base, recipe.compute, copies, rates, made.begun)
+    pushes = recipe.versions.remote is not None
+    return Plan(ordered, machine, base, recipe.compute, copies, rates, made.begun, pushes)
 
 
 def _rest(recipe: Recipe, subjects: Subjects, stage: str, left: Collection[str]) -> Planned | None:

@@ -160,6 +160,17 @@ def test_a_remote_on_another_disk_has_its_copies_there(tmp_path, llama, monkeypa
     assert {fault.field for fault in full.faults(is_local=False)} == {"versions.remote"}
 
 
+@pytest.mark.parametrize("free", [None, 1])
+def test_without_a_remote_nothing_is_counted_for_one(tmp_path, llama, free):
+    machine = Machine(memory=10**12, cpus=8, disk=10**13, remote_disk=free)
+    found = made(tmp_path, llama, machine=machine, versions={"remote": None})
+    assert (found.pushed_to_come, faults(found)) == (0, {})
+    assert "| DVC's remote | none |" in found.places()
+    assert "remote" not in found.summary()
+    full = replace(found, machine=replace(machine, disk=1))
+    assert "remote" not in faults(full)["disk"][1]
+
+
 def test_linked_experts_are_on_the_disk_already(tmp_path, llama):
     copied = made(tmp_path, llama)
     linked = made(tmp_path, llama, versions={"given_weights": "link"})
