@@ -217,7 +217,8 @@ class Planned:
         remedies += self._lighter_ones(machine, base, there, together)
         if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
             remedies.append(f"compute.{self.kind}.streamed = auto")
-        if self.workers > 1 and dividing(self.resources) == 1 and fewer and not self.resources.gpus:
+        is_copied = dividing(self.resources) == 1
+        if 0 < fewer < self.workers and is_copied and not self.resources.gpus:
             remedies.append(f"compute.{self.kind}.workers = {fewer}")
         elif fewer >= self.workers and not self.resources.gpus:
             remedies.append(f"compute.{self.kind}.memory = {needed}")

@@ -674,6 +674,32 @@ def test_more_workers_than_fit_are_named(tmp_path, llama):
     assert "compute.experts.cpus" not in remedy
 
 
+def test_as_many_workers_as_there_are_are_no_remedy(tmp_path, llama):
+    """Two fit, of five experts' two each: fewer at once do."""
+    small = Machine(memory=400 * 10**9, cpus=8, disk=10**13)
+
+    def remedy(**resources):
+        sections = {"experts": {"training": FEW}, "compute": {"experts": resources}}
+        found = faults(made(tmp_path, llama, ready=False, machine=small, **sections))
+        return found.get("compute.experts", (None, ""))[1]
+
+    said = remedy(workers=2)
+    assert "compute.experts.workers" not in said
+    assert "compute.experts.cpus = 4" in said
+    assert not remedy(workers=2, cpus=4)
+
+
+def test_a_division_that_is_set_already_is_no_remedy_for_a_gpu_that_is_shared(tmp_path, llama):
+    machine = Machine(10**12, 64, 10**13, gpus=2, gpu_memory=160 * 10**9)
+    resources = {"gpus": 0.5, "workers": 2, "sharding": "full"}
+    sections = {"experts": {"training": FEW}, "compute": {"experts": resources}}
+    found = faults(made(tmp_path, llama, ready=False, machine=machine, **sections))
+    said, remedy = found["compute.experts"]
+    assert "2 x" in said
+    assert "compute.experts.workers = 2" not in remedy
+    assert "compute.experts.gpus = 1" in remedy
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_statistics_read_a_share_of_the_text_or_its_own(tmp_path, llama, own):
     (tmp_path / "train.txt").write_text("x" * 400_000)
