@@ -1,6 +1,6 @@
 """A row of a plan: what one stage will need."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from infra.cluster.memory import GPU_SHARE
@@ -33,6 +33,8 @@ class Planned:
         alone: Bytes of one more piece, which runs by itself on CPUs; 0: there is none.
         alone_flops: What that computes, in fp32.
         streamed: The same of a piece that goes layer by layer; None where it cannot, or must not.
+        on_cpus: Bytes of a piece that computes on CPUs in place of its GPU; None where that is no
+            way out.
         states: Bytes of hidden states that lie in every item's files meanwhile.
         resources: What a piece reserves.
         kind: Of its resources, as in ``compute.KIND``.
@@ -62,11 +64,12 @@ class Planned:
     alone: int = 0
     alone_flops: int = 0
     streamed: int | None = None
+    on_cpus: int | None = None
     states: int = 0
     resources: Resources = field(default_factory=Resources)
     kind: str = "assembly"
     remedies: Sequence[str] = ()
-    lighter: Callable[[int, int], Sequence[str]] | None = None
+    lighter: Callable[[int, int], Iterable[str]] | None = None
     linked: int = 0
     made: int = 0
     rest: "Planned | None" = None
@@ -225,6 +228,8 @@ class Planned:
             remedies.append(f"compute.{self.kind}.cpus = {-(-machine.cpus // fewer)}")
         if self.resources.gpus and fewer:  # fewer share one
             remedies.append(f"compute.{self.kind}.gpus = {1 / fewer:g}")
+        elif self.resources.gpus:
+            remedies += self._without_gpus(machine, base)
         where = f"compute.{self.kind}"
         yield Fault(where, said, " or ".join(remedies) or "use a larger machine")
 
@@ -249,6 +254,17 @@ class Planned:
         for setting in self.lighter(there // self.workers - beside, machine.gpus):
             if setting not in found:
                 yield f"{setting} and compute.{self.kind}.cpus = {machine.cpus // self.workers}"
+
+    def _without_gpus(self, machine: Machine, base: int) -> Iterator[str]:
+        """The setting with which CPUs do what no GPU holds, where the machine's memory does."""
+        if self.on_cpus is None:
+            return
+        row = replace(self, resources=self.resources.without_gpus())
+        fewer = machine.memory // (self.on_cpus + base)
+        if row.at_once(machine) <= fewer:
+            yield f"compute.{self.kind}.gpus = 0"
+        elif fewer:
+            yield f"compute.{self.kind}.gpus = 0 and cpus = {-(-machine.cpus // fewer)}"
 
 
 def dividing(resources: Resources) -> int:

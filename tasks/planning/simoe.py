@@ -1,6 +1,6 @@
 """What the stages of SIMoE will need."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning import memory
+from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import Precision
 
 ASKED = 3
@@ -35,35 +36,7 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     made = mixture_row("model", recipe, {SIMOE: own}, {SIMOE: shape}, kind="post_training")
     size = FP32 * pruned_parameters(shape, section(recipe))
     yield replace(made, registered=size)
-    count, resources = len(tuned(recipe)), recipe.compute.evaluation
-    labels, rows = planned_labels(recipe), recipe.baselines.values()
-    experts = max((row.experts(labels) for row in rows if row.trains), default=1)
-
-    def held(precision: Precision) -> int:
-        answering = EvaluationConfig(
-            sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
-            batch_size=tuning.batch_size,
-            precision=precision,
-        )
-        device = resources.device
-        own = memory.evaluation_bytes(shape, answering, experts=max(1, experts), device=device)
-        return max(own, 2 * size)  # what is in it is looked at in fp32
-
-    remedies = ["a smaller tuning.batch_size"]
-    if held("bf16") < held(tuning.precision):
-        remedies.append("tuning.precision = bf16")
-    yield Planned(
-        "answers",
-        count,
-        ASKED * count,
-        rounds=ASKED,
-        read=count * size,
-        flops=None,
-        memory=held(tuning.precision),
-        kind="evaluation",
-        resources=resources,
-        remedies=remedies,
-    )
+    yield _answers_row(recipe, shape, size)
     scored, precision = len(scored_models(recipe)), recipe.task_evaluation.precision
     asking = recipe.compute.of("task_evaluation")
     # As it is read, and gates that are made of it.
@@ -79,6 +52,69 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         resources=asking,
         lighter=partial(enough, of_each) if asking.gpus else None,
     )
+
+
+def _answers_row(recipe: Recipe, shape: Shape, size: int) -> Planned:
+    """What models answer to instructions that were held out, and a look at their structure."""
+    tuning, labels, rows = recipe.tuning, planned_labels(recipe), recipe.baselines.values()
+    count, resources = len(tuned(recipe)), recipe.compute.evaluation
+    experts = max((row.experts(labels) for row in rows if row.trains), default=1)
+
+    def held(precision: Precision, batch_size: int, device: str = resources.device) -> int:
+        answering = EvaluationConfig(
+            sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
+            batch_size=batch_size,
+            precision=precision,
+        )
+        own = memory.evaluation_bytes(shape, answering, experts=max(1, experts), device=device)
+        return max(own, 2 * size)  # what is in it is looked at in fp32
+
+    asked: tuple[Precision, int] = (tuning.precision, tuning.batch_size)
+    return Planned(
+        "answers",
+        count,
+        ASKED * count,
+        rounds=ASKED,
+        read=count * size,
+        flops=None,
+        memory=held(*asked),
+        on_cpus=held(*asked, "cpu") if resources.gpus else None,
+        kind="evaluation",
+        resources=resources,
+        lighter=partial(_answering_lighter, held, *asked),
+    )
+
+
+def _answering_lighter(
+    held: Callable[[Precision, int], int],
+    precision: Precision,
+    batch_size: int,
+    most: int,
+    gpus: int,
+) -> Iterator[str]:
+    """The settings with which a model that does not fit by itself answers after all.
+
+    Args:
+        held: Bytes of a piece, of a precision and so many rows at once.
+        precision: As the recipe has it.
+        batch_size: Likewise.
+        most: Bytes that a piece may hold.
+        gpus: Of the machine.
+    """
+    if held(precision, batch_size) <= most:  # fewer side by side do, which the row says
+        return
+    sizes = [batch_size >> n for n in range(1, batch_size.bit_length())]
+    rows = next((rows for rows in sizes if held(precision, rows) <= most), None)
+    if rows is not None:
+        yield f"tuning.batch_size = {rows}"
+    if precision == "bf16":
+        return
+    fitting = (rows for rows in (batch_size, *sizes) if held("bf16", rows) <= most)
+    narrow = next(fitting, None)
+    if narrow == batch_size:
+        yield "tuning.precision = bf16"
+    elif narrow is not None and rows is None:  # none alone: both
+        yield f"tuning.precision = bf16 and batch_size = {narrow}"
 
 
 def rivals_row(recipe: Recipe, subjects: Subjects, names: Collection[str]) -> Planned:

@@ -61,3 +61,33 @@ def test_workers_that_divide_its_training_are_named(tmp_path):
     assert workers in of()["compute.post_training"]
     divided = {"compute.post_training.workers": 2, "compute.post_training.sharding": "full"}
     assert "compute.post_training" not in of(**divided)
+
+
+@pytest.mark.parametrize(
+    ("host", "gpu", "asked", "remedy"),
+    [
+        (1000, 80, {}, "compute.evaluation.gpus = 0"),
+        (200, 80, {}, "compute.evaluation.gpus = 0 and cpus = 64"),
+        (200, 80, {"evaluation": "{gpus: 0, cpus: 64}"}, None),
+        (100, 80, {}, "use a larger machine"),
+        (100, 140, {"rows": 512}, "tuning.batch_size = 128 or tuning.precision = bf16"),
+        (100, 140, {"rows": 128}, None),
+    ],
+)
+def test_answers_that_no_gpu_holds_are_told_what_makes_them_fit(tmp_path, host, gpu, asked, remedy):
+    """Weights alone are 115 GB, whatever the batch."""
+    changes = {
+        "seed_model.model": ROOT / "recipes/large/llama-3-8b",
+        "tuning.batch_size": asked.get("rows", 8),
+        "tuning.precision": "fp32",
+        "tuning.training.sequence_length": 560,
+        "compute.evaluation": asked.get("evaluation", "{gpus: 1}"),
+    }
+    recipe = load_recipe(
+        ROOT / "recipes/simoe.yaml", [f"{key}={value}" for key, value in changes.items()]
+    )
+    machine = Machine(host * 10**9, 64, 10**13, gpus=8, gpu_memory=gpu * 10**9)
+    found = plan(recipe, tmp_path, machine, base=500_000_000)
+    answers = next(row for row in found.rows if row.stage == "answers")
+    said = {fault.field: fault.remedy for fault in answers.memory_faults(machine, found.base)}
+    assert said.get("compute.evaluation") == remedy
