@@ -247,7 +247,7 @@ class Planned:
         if self.lighter is None:
             return
         beside = 0 if self.resources.gpus else base
-        found = self.lighter(there // together - beside, machine.gpus)
+        found = [*self.lighter(there // together - beside, machine.gpus)]
         yield from found
         if self.resources.gpus or there >= self.workers * (self.memory + base):
             return

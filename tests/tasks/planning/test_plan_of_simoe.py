@@ -91,3 +91,21 @@ def test_answers_that_no_gpu_holds_are_told_what_makes_them_fit(tmp_path, host, 
     answers = next(row for row in found.rows if row.stage == "answers")
     said = {fault.field: fault.remedy for fault in answers.memory_faults(machine, found.base)}
     assert said.get("compute.evaluation") == remedy
+
+
+def test_a_setting_of_answers_is_named_once(tmp_path):
+    changes = {
+        "seed_model.model": ROOT / "recipes/large/llama-3-8b",
+        "tuning.batch_size": 512,
+        "tuning.precision": "fp32",
+        "tuning.training.sequence_length": 560,
+    }
+    recipe = load_recipe(
+        ROOT / "recipes/simoe.yaml", [f"{key}={value}" for key, value in changes.items()]
+    )
+    machine = Machine(130 * 10**9, 1, 10**13)
+    found = plan(recipe, tmp_path, machine, base=500_000_000)
+    answers = next(row for row in found.rows if row.stage == "answers")
+    [fault] = answers.memory_faults(machine, found.base)
+    settings = [setting.partition(" and ")[0] for setting in fault.remedy.split(" or ")]
+    assert settings == ["tuning.batch_size = 128", "tuning.precision = bf16"]
