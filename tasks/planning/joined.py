@@ -1,13 +1,13 @@
 """Stages that train or score models of many kinds, whichever method has made them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
 from infra.recipe.resources import Resources, WorkerResources
 from infra.recipe.schema import Recipe
-from tasks.planning.lighter import divided, shared
+from tasks.planning.lighter import divided, fitting, shared
 from tasks.planning.parts import (
     FP32,
     Subjects,
@@ -15,7 +15,7 @@ from tasks.planning.parts import (
     moments_bytes,
     tokens_of,
 )
-from tasks.planning.row import Planned, copied, dividing, gigabytes
+from tasks.planning.row import Planned, copied, dividing
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.ders.config import CodecConfig
 from upcycle_core.planning import memory, work
@@ -125,9 +125,9 @@ class _Lighter:
             gpus: Of the machine.
         """
         changes = self._changes()
-        found = [*self._fitting(changes, there)]
-        if not found and len(changes) > 1:  # none alone: all of them
-            found = [*self._fitting({" and ".join(changes): _all_of([*changes.values()])}, there)]
+        settings = {said: partial(self._with, [change]) for said, change in changes.items()}
+        whole = (" and ".join(changes), partial(self._with, changes.values()))
+        found = fitting(settings, whole, there)
         if self.row.method == "bam" or (self.row.simoe and self.row.simoe.masks == "parameters"):
             return found  # nobody divides those
         return [*found, *divided(self.kind, self.resources, self._of_each, there, gpus)]
@@ -146,13 +146,9 @@ class _Lighter:
             found[said] = partial(_trained_with, optimizer_state="bf16")
         return found
 
-    def _fitting(
-        self, changes: Mapping[str, Callable[[Baseline], Baseline]], there: int
-    ) -> Iterator[str]:
-        for said, change in changes.items():
-            size = self._bytes(change(self.row), self.resources)
-            if size <= there:
-                yield f"{said} (then {gigabytes(size)})"
+    def _with(self, changes: Iterable[Callable[[Baseline], Baseline]]) -> int:
+        row = reduce(lambda changed, change: change(changed), changes, self.row)
+        return self._bytes(row, self.resources)
 
     def _of_each(self, resources: WorkerResources) -> int:
         accumulated = shared(self.row.training, resources)
@@ -168,10 +164,6 @@ def _router_alone(row: Baseline) -> Baseline:
 
 def _trained_with(row: Baseline, **settings: Any) -> Baseline:
     return replace(row, training=replace(row.training, **settings))
-
-
-def _all_of(changes: Iterable[Callable[[Baseline], Baseline]]) -> Callable[[Baseline], Baseline]:
-    return lambda row: reduce(lambda changed, change: change(changed), changes, row)
 
 
 def _lighter(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -61,10 +62,10 @@ class Lighter:
             gpus: Of the machine.
         """
         changes = self._changes()
-        found = [*self._fitting(changes, there)]
-        if not found and changes:  # none alone: all of them
-            found = [*self._fitting([{k: v for each in changes for k, v in each.items()}], there)]
-        return [*found, *self._divided(there, gpus)]
+        settings = {self._said(each): partial(self._bytes, each) for each in changes}
+        every = {name: value for each in changes for name, value in each.items()}
+        whole = (self._said(every), partial(self._bytes, every))
+        return [*fitting(settings, whole, there), *self._divided(there, gpus)]
 
     def _changes(self) -> list[dict[str, Any]]:
         config = self.config
@@ -79,12 +80,11 @@ class Lighter:
             found.append({"optimizer_state": "bf16"})
         return found + [{"method": method} for method in SMALLER.get(method_of(config), ())]
 
-    def _fitting(self, changes: list[dict[str, Any]], there: int) -> Iterator[str]:
-        for each in changes:
-            size = worker_bytes(self.shape, replace(self.config, **each), self.resources)
-            if size <= there:
-                said = (f"{self.where}.{name} = {_said(value)}" for name, value in each.items())
-                yield f"{' and '.join(said)} (then {gigabytes(size)})"
+    def _said(self, changes: Mapping[str, Any]) -> str:
+        return " and ".join(f"{self.where}.{name} = {_said(of)}" for name, of in changes.items())
+
+    def _bytes(self, changes: Mapping[str, Any]) -> int:
+        return worker_bytes(self.shape, replace(self.config, **changes), self.resources)
 
     def _divided(self, there: int, gpus: int) -> Iterator[str]:
         def size(resources: WorkerResources) -> int:
@@ -92,6 +92,25 @@ class Lighter:
             return worker_bytes(self.shape, config, resources)
 
         return divided(self.kind, self.resources, size, there, gpus)
+
+
+def fitting(
+    settings: Mapping[str, Callable[[], int]], whole: tuple[str, Callable[[], int]], there: int
+) -> list[str]:
+    """Those of some settings with which a training fits; all together where none does alone.
+
+    Args:
+        settings: {setting: says the bytes of a worker with it}
+        whole: All of them together.
+        there: Bytes that a worker may hold.
+    """
+    asked = [*settings.items()]
+    for group in (asked, [whole] if len(asked) > 1 else []):
+        sizes = ((setting, of()) for setting, of in group)
+        found = [f"{said} (then {gigabytes(size)})" for said, size in sizes if size <= there]
+        if found:
+            return found
+    return []
 
 
 def shared(config: TrainingConfig, resources: WorkerResources) -> int:
