@@ -135,6 +135,28 @@ def test_coefficients_are_found_once_a_prompt(model, monkeypatch, way):
     assert calls == [(2, 8)]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_no_row_has_the_head_copied(model, way):
+    """As torch does for the product of a weight without gradients with a view of states."""
+    given = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _head, states: given.append(states[0])
+    )
+    generated(model, batch_of(some_ids(6, 3), "left"), **WAYS[way])
+    hook.remove()
+    assert given
+    assert all(states.is_contiguous() for states in given)
+
+
+@pytest.mark.parametrize(("kept", "count"), [(0, 6), (1, 1), (4, 4), (9, 6)])
+def test_the_last_positions_are_those_of_all(model, kept, count):
+    batch = batch_of(some_ids(6, 3), "left")
+    with torch.no_grad():
+        every = model(**batch).logits
+        found = model(**batch, logits_to_keep=kept).logits
+    torch.testing.assert_close(found, every[:, 6 - count :])
+
+
 def test_given_coefficients_are_used(model, monkeypatch):
     batch = batch_of(some_ids(6, 3), "left")
     other = torch.rand(2, 8).softmax(-1)

@@ -180,7 +180,8 @@ class SimoePreTrainedModel(PreTrainedModel):
         at_start = position_ids is None and not is_filled(past_key_values)
         if at_start and attention_mask is not None and attention_mask.dim() == 2:
             position_ids = positions_of(attention_mask)
-        own = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        kept = _kept_positions(input_ids, inputs_embeds, logits_to_keep)
+        own = {"position_ids": position_ids, "logits_to_keep": kept}
         own = {key: value for key, value in own.items() if key in self._accepted}
         with self.mixture.using(coefficients):
             outputs = self.model(
@@ -221,3 +222,15 @@ class SimoePreTrainedModel(PreTrainedModel):
                 raise ValueError(f"task_ids = None: routing goes by task; {remedy}")
             task_ids = torch.full((len(inputs),), -1, device=inputs.device)
         return self.router(task_ids)
+
+
+def _kept_positions(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, kept: int | Tensor
+) -> int | Tensor:
+    """``logits_to_keep`` as positions, int64, but for 0, which is all: a copy of states lies
+    together. Of states that do not, torch copies a head without gradients for every row."""
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    if inputs is None or not isinstance(kept, int) or not kept:
+        return kept
+    length = inputs.shape[1]
+    return torch.arange(max(0, length - kept), length, device=inputs.device)
