@@ -16,6 +16,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 CPUINFO = Path("/proc/cpuinfo")
 # Units that multiply bf16: Intel's and AMD's, Intel's tiles, Arm's.
 _UNITS = re.compile(r"^(?:flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", re.MULTILINE)
+_TILES = re.compile(r"^flags\s*:.*\bamx_bf16\b", re.MULTILINE)
 
 
 def arithmetic(precision: Precision, device: str | torch.device) -> Literal["fp32", "bf16"]:
@@ -66,3 +67,12 @@ def bf16_units() -> str | None:
     except OSError:  # no Linux
         return None
     return found[1] if found else None
+
+
+@cache
+def matrix_units() -> bool:
+    """Whether this machine's CPU multiplies bf16 by whole tiles (Intel's AMX)."""
+    try:
+        return _TILES.search(CPUINFO.read_text(encoding="ascii", errors="replace")) is not None
+    except OSError:  # no Linux
+        return False

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from upcycle_core import precision
-from upcycle_core.precision import arithmetic, chosen, weights_type
+from upcycle_core.precision import arithmetic, chosen, matrix_units, weights_type
 
 FLAGS = "processor\t: 0\nmodel name\t: a bf16 cpu\n{}\t\t: fpu avx2 {}\n"
 
@@ -12,10 +12,12 @@ def machine(tmp_path, monkeypatch):
     def of(text: str) -> None:
         (tmp_path / "cpuinfo").write_text(text)
         monkeypatch.setattr(precision, "CPUINFO", tmp_path / "cpuinfo")
-        precision.bf16_units.cache_clear()
+        for known in (precision.bf16_units, precision.matrix_units):
+            known.cache_clear()
 
     yield of
-    precision.bf16_units.cache_clear()
+    for known in (precision.bf16_units, precision.matrix_units):
+        known.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -34,10 +36,24 @@ def test_a_cpu_computes_in_bf16_if_it_has_units_for_it(machine, text, expected):
     assert arithmetic("auto", "cpu") == expected
 
 
+@pytest.mark.parametrize(
+    ("units", "expected"),
+    [
+        ("avx512_bf16 amx_bf16 amx_tile", True),
+        ("avx512_bf16 amx_int8", False),
+        ("amx_bf16_not", False),
+    ],
+)
+def test_tiles_are_more_than_units(machine, units, expected):
+    machine(FLAGS.format("flags", units))
+    assert matrix_units() is expected
+
+
 def test_where_nothing_says_so_it_is_fp32(machine, tmp_path, monkeypatch):
     machine("")
     monkeypatch.setattr(precision, "CPUINFO", tmp_path / "nowhere")
     assert arithmetic("auto", "cpu") == "fp32"
+    assert not matrix_units()
 
 
 @pytest.mark.parametrize("able", [True, False])

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from upcycle_core.checkpoints.tensor_file import save_atomically
+from upcycle_core.precision import matrix_units
 
-BLOCK = 192
-"""Rows of a product that are computed at once: what lies above its diagonal is left out."""
+NARROW, BLOCK, WIDE = 96, 192, 1024
+"""Rows of a product that are computed at once: the fewer, the more is left out of what lies above
+its diagonal. Of more than ``WIDE`` features, on a GPU and by matrix units many cost less."""
 
 
 def triangle_size(size: int) -> int:
@@ -64,8 +66,10 @@ def _lower_blocks(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """``start``, ``end`` and (x^T x)[start:end, :end], which leaves out most of its upper half."""
     size = wide_TH.shape[1]
-    for start in range(0, size, BLOCK):
-        end = min(start + BLOCK, size)
+    by_units = wide_TH.is_cuda or (product is _exact and matrix_units())
+    rows = BLOCK if size > WIDE or by_units else NARROW
+    for start in range(0, size, rows):
+        end = min(start + rows, size)
         yield start, end, product(wide_TH[:, start:end].T, wide_TH[:, :end])
 
 
@@ -86,8 +90,8 @@ def add_gram(gram_HH: Tensor, x_TH: Tensor) -> None:
 @torch.inference_mode()
 def mirror(gram_HH: Tensor) -> None:
     """Fill what ``add_gram`` has left above the diagonal, in place."""
-    for start in range(0, len(gram_HH), BLOCK):
-        end = start + BLOCK
+    for start in range(0, len(gram_HH), NARROW):
+        end = start + NARROW
         gram_HH[:start, start:end] = gram_HH[start:end, :start].T
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import upcycle_core.activations.moments as module
 from upcycle_core.activations.moments import Moments, add_gram, mirror, unpack_triangle
 
 SIZE = 12
@@ -88,13 +89,15 @@ def test_batches_are_added_up_in_fp64():
     assert moments.gram().item() == 4096.0**2 + 100
 
 
-@pytest.mark.parametrize("size", [5, 300])
+@pytest.mark.parametrize("size", [5, 300, 1100])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     # products of bf16 numbers are exact in fp32: only their sum rounds, as for fp32
     [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 3e-6)],
 )
-def test_a_gram_keeps_the_features_precision(size, dtype, tolerance):
+@pytest.mark.parametrize("units", [False, True])
+def test_a_gram_keeps_the_features_precision(size, dtype, tolerance, units, monkeypatch):
+    monkeypatch.setattr(module, "matrix_units", lambda: units)
     x_TH = torch.randn(2000, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     gram_HH = torch.eye(size, dtype=torch.float64)
     for half_TH in x_TH.chunk(2):
@@ -115,15 +118,17 @@ def test_sums_leave_torch_settings_as_they_were():
         matmul.fp32_precision = before
 
 
+@pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("size", [128, 300])
-def test_a_triangle_of_several_blocks_of_rows_is_whole(size, dtype):
+@pytest.mark.parametrize("size", [90, 128, 300, 1100])
+def test_a_triangle_of_several_blocks_of_rows_is_whole(size, dtype, units, monkeypatch):
+    monkeypatch.setattr(module, "matrix_units", lambda: units)
     generator = torch.Generator().manual_seed(0)
     x_TH = torch.randn(20, size, generator=generator).to(dtype)
-    moments = Moments(size)
-    moments.update(x_TH)
+    counted = Moments(size)
+    counted.update(x_TH)
     wide_TH = x_TH.double()
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     expected = wide_TH.T @ wide_TH
-    torch.testing.assert_close(moments.gram(), expected, rtol=tolerance, atol=10 * tolerance)
-    torch.testing.assert_close(moments.sum(), wide_TH.sum(0), rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(counted.gram(), expected, rtol=tolerance, atol=10 * tolerance)
+    torch.testing.assert_close(counted.sum(), wide_TH.sum(0), rtol=tolerance, atol=10 * tolerance)
