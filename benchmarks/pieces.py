@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
+import torch
 
 from infra.settings import DEFAULTS
 from upcycle_core.backbone.average import write_average
@@ -23,18 +25,27 @@ from upcycle_core.ders.config import CodecConfig
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.dume.repair import repair_expert
 from upcycle_core.dume.statistics import domain_statistics
+from upcycle_core.evaluation.instructions.answers import answer
 from upcycle_core.evaluation.similarity.config import SimilarityConfig
 from upcycle_core.evaluation.similarity.measure import moe_similarity
 from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.evaluation.text.pieces import evaluate_checkpoint
 from upcycle_core.planning import alignment, memory
+from upcycle_core.planning.answering import FP32, answering_bytes
 from upcycle_core.planning.compression import compressing_bytes
 from upcycle_core.planning.rehearsal import training_bytes
 from upcycle_core.planning.shape import Shape
-from upcycle_core.planning.trained import mixture_training_bytes, simoe_training_bytes
+from upcycle_core.planning.trained import (
+    gate_parameters,
+    gated_parameters,
+    mixture_training_bytes,
+    simoe_training_bytes,
+)
 from upcycle_core.progress import Silent
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
+from upcycle_core.simoe.prune import save_pruned
 from upcycle_core.simoe.train import train_simoe
+from upcycle_core.simoe.upcycle import upcycle_in_memory
 from upcycle_core.symphony.config import CalibrationConfig
 from upcycle_core.symphony.moments import collect_moments
 from upcycle_core.training.config import ExpertTrainingConfig, MoEObjective, TrainingConfig
@@ -43,6 +54,9 @@ from upcycle_core.training.trainer import train as train_whole
 
 EXPERTS = ("one", "other")
 LENGTH, BATCH, TOKENS, STEPS = 512, 2, 8_192, 2
+ANSWERS = "answers of a SIMoE"
+ANSWERED, ANSWER = 8, 32
+"""Prompts at once, and tokens of an answer."""
 SHARD = 10**10
 CHECKPOINTS = "checkpoints"
 """Folder of the trainings'; it may lie on another disk."""
@@ -253,6 +267,27 @@ def train_sparse(folder: Path, precision: str, device: str) -> None:
         )
 
 
+def make_sparse(folder: Path) -> None:
+    """A SIMoE that has learned nothing, all of whose experts are there."""
+    model = upcycle_in_memory(folder / "one", SIMOE, seed=0)
+    save_pruned(model, folder / "one", folder / "simoe")
+
+
+def answers(folder: Path, precision: Any, device: str) -> None:
+    """A SIMoE's, to prompts of half a row."""
+    import upcycle_core.simoe.model  # noqa: F401  which makes its architecture known
+
+    lines = (folder / "asks.jsonl").read_text().splitlines()[:ANSWERED]
+    answer(
+        folder / "simoe",
+        [json.loads(line) for line in lines],
+        max_new_tokens=ANSWER,
+        batch_size=ANSWERED,
+        precision=precision,
+        device=device,
+    )
+
+
 PIECES: Mapping[str, Callable[[Path, str, str], None]] = {
     **{f"train {method}": partial(train, method=method) for method in METHODS},
     "statistics": statistics,
@@ -262,6 +297,7 @@ PIECES: Mapping[str, Callable[[Path, str, str], None]] = {
     "averaging": averaging,
     "train MoE": train_moe,
     "train SIMoE": train_sparse,
+    ANSWERS: answers,
     "comparison of models": pairs,
     "comparison of experts": similarity,
     **{f"DeRS, {name}": partial(storing, codec=name) for name in CODECS},
@@ -269,7 +305,7 @@ PIECES: Mapping[str, Callable[[Path, str, str], None]] = {
 """By name: what a piece does with the models in a folder, in a precision, on a device."""
 ON_A_GPU = [kind for kind in PIECES if kind != "averaging" and not kind.startswith("DeRS")]
 """Those that use one."""
-ALONE = {*(f"train {method}" for method in METHODS), "train SIMoE", "evaluation"}
+ALONE = {*(f"train {method}" for method in METHODS), "train SIMoE", ANSWERS, "evaluation"}
 """Those of one dense model."""
 
 
@@ -277,6 +313,17 @@ def keep_few_kernels() -> None:
     """Let children keep no more shapes' kernels than pieces of flows do."""
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, DEFAULTS[name])
+
+
+def _answering(shape: Shape, precision: Any, device: str) -> int:
+    grown = gated_parameters(shape, SIMOE) + gate_parameters(shape, SIMOE)
+    return answering_bytes(
+        replace(shape, itemsize=FP32, dtype=torch.float32),  # as its files have it
+        (ANSWERED, LENGTH // 2 + ANSWER),
+        precision,
+        pruned=FP32 * (shape.whole + grown),
+        device=device,
+    )
 
 
 def plan(kind: str, shape: Shape, precision: str, device: str) -> int:
@@ -296,6 +343,7 @@ def plan(kind: str, shape: Shape, precision: str, device: str) -> int:
         "evaluation": lambda: memory.evaluation_bytes(shape, scored, **where),
         "evaluation of the MoE": lambda: memory.evaluation_bytes(shape, scored, experts=2, **where),
         "averaging": lambda: memory.averaging_bytes(shape),
+        ANSWERS: lambda: _answering(shape, precision, device),
         "comparison of models": lambda: alignment.pairs_bytes(shape, comparing(precision), **where),
         "comparison of experts": lambda: alignment.similarity_bytes(
             shape, likeness(precision), 2, experts=2, **where

@@ -25,6 +25,7 @@ from benchmarks.common import parser_of, print_result, print_table
 from benchmarks.models import write_llama
 from benchmarks.pieces import (
     ALONE,
+    ANSWERS,
     CHECKPOINTS,
     EXPERTS,
     LENGTH,
@@ -33,6 +34,7 @@ from benchmarks.pieces import (
     SHARD,
     TOKENS,
     keep_few_kernels,
+    make_sparse,
     plan,
     write_texts,
 )
@@ -75,6 +77,8 @@ def main() -> None:
     kinds = options.kinds or [*(PIECES if options.device == "cpu" else ON_A_GPU)]
     if options.kinds is None and 2 * SIZES[options.size]["inner"] > TOKENS:
         kinds.remove("repair")  # it regresses on more text
+    if options.kinds is None and options.size in ("3b", "8b"):
+        kinds.remove(ANSWERS)  # its model is made in the memory of this process, in fp32
     keep_few_kernels()
     found: dict[str, dict[str, float]] = {}
     rows, failed = [], {}
@@ -82,6 +86,8 @@ def main() -> None:
     with place() as name, place(dir=options.checkpoints) as other:
         folder = Path(name)
         make(folder, SIZES[options.size], is_alone=set(kinds) <= ALONE)
+        if ANSWERS in kinds:
+            make_sparse(folder)
         (folder / CHECKPOINTS).symlink_to(other)
         with ThreadPoolExecutor(options.together) as pool:
             calls = {

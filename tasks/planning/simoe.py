@@ -14,8 +14,8 @@ from tasks.simoe.labels import planned_labels
 from tasks.simoe.rows import SIMOE, section, tuned
 from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
-from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning import memory
+from upcycle_core.planning.answering import answering_bytes, pruned_held
 from upcycle_core.planning.shape import Shape
 from upcycle_core.precision import Precision
 
@@ -39,8 +39,8 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     yield _answers_row(recipe, shape, size)
     scored, precision = len(scored_models(recipe)), recipe.task_evaluation.precision
     asking = recipe.compute.of("task_evaluation")
-    # As it is read, and gates that are made of it.
-    of_each = partial(memory.divided_bytes, 2 * size, shape, precision, asking.device)
+    needed = pruned_held(size, precision, asking.device)
+    of_each = partial(memory.divided_bytes, needed, shape, precision, asking.device)
     yield Planned(
         "task_scores",
         scored,
@@ -61,13 +61,9 @@ def _answers_row(recipe: Recipe, shape: Shape, size: int) -> Planned:
     experts = max((row.experts(labels) for row in rows if row.trains), default=1)
 
     def held(precision: Precision, batch_size: int, device: str = resources.device) -> int:
-        answering = EvaluationConfig(
-            sequence_length=tuning.training.sequence_length + tuning.max_new_tokens,
-            batch_size=batch_size,
-            precision=precision,
-        )
-        own = memory.evaluation_bytes(shape, answering, experts=max(1, experts), device=device)
-        return max(own, 2 * size)  # what is in it is looked at in fp32
+        length = tuning.training.sequence_length + tuning.max_new_tokens
+        mixed: dict[str, int] = {"pruned": size, "experts": max(1, experts)}
+        return answering_bytes(shape, (batch_size, length), precision, device=device, **mixed)
 
     asked: tuple[Precision, int] = (tuning.precision, tuning.batch_size)
     return Planned(

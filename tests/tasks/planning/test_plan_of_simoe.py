@@ -24,7 +24,7 @@ def test_a_simoe_ends_with_an_older_checkpoint_that_is_sparse_enough(masks, toge
     assert planned.each == together * 4 * (shape.whole + 3 * grown)
 
 
-@pytest.mark.parametrize("gpus", [1, 7])
+@pytest.mark.parametrize("gpus", [1, 3])
 def test_one_that_a_gpu_cannot_hold_for_tasks_is_divided_among_so_many(tmp_path, gpus):
     asked = {
         "seed_model.model": ROOT / "recipes/large/llama-3-8b",
@@ -37,7 +37,7 @@ def test_one_that_a_gpu_cannot_hold_for_tasks_is_divided_among_so_many(tmp_path,
     machine = Machine(10**12, 16, 10**13, gpus=8, gpu_memory=24 * 10**9)
     found = plan(recipe, tmp_path, machine, base=500_000_000)
     said = {fault.field: fault.remedy for fault in found.faults()}
-    expected = {1: "compute.task_evaluation.gpus = 7", 7: None}
+    expected = {1: "compute.task_evaluation.gpus = 3", 3: None}
     assert said.get("compute.task_evaluation") == expected[gpus]
 
 
@@ -66,20 +66,22 @@ def test_workers_that_divide_its_training_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("host", "gpu", "asked", "remedy"),
     [
-        (1000, 80, {}, "compute.evaluation.gpus = 0"),
-        (200, 80, {}, "compute.evaluation.gpus = 0 and cpus = 64"),
-        (200, 80, {"evaluation": "{gpus: 0, cpus: 64}"}, None),
-        (100, 80, {}, "use a larger machine"),
-        (100, 140, {"rows": 512}, "tuning.batch_size = 128 or tuning.precision = bf16"),
-        (100, 140, {"rows": 128}, None),
+        (300, 60, {}, "tuning.precision = bf16 or compute.evaluation.gpus = 0"),
+        (60, 60, {}, "tuning.precision = bf16 or compute.evaluation.gpus = 0 and cpus = 64"),
+        (60, 60, {"evaluation": "{gpus: 0, cpus: 64}"}, None),
+        (60, 60, {"precision": "bf16"}, None),
+        (60, 80, {}, None),
+        (30, 24, {}, "use a larger machine"),
+        (100, 140, {"rows": 512}, "tuning.batch_size = 64"),
+        (100, 140, {"rows": 64}, None),
     ],
 )
 def test_answers_that_no_gpu_holds_are_told_what_makes_them_fit(tmp_path, host, gpu, asked, remedy):
-    """Weights alone are 115 GB, whatever the batch."""
+    """Weights alone are 57 GB in fp32, whatever the batch, and mapped on a CPU."""
     changes = {
         "seed_model.model": ROOT / "recipes/large/llama-3-8b",
         "tuning.batch_size": asked.get("rows", 8),
-        "tuning.precision": "fp32",
+        "tuning.precision": asked.get("precision", "fp32"),
         "tuning.training.sequence_length": 560,
         "compute.evaluation": asked.get("evaluation", "{gpus: 1}"),
     }
@@ -103,9 +105,9 @@ def test_a_setting_of_answers_is_named_once(tmp_path):
     recipe = load_recipe(
         ROOT / "recipes/simoe.yaml", [f"{key}={value}" for key, value in changes.items()]
     )
-    machine = Machine(130 * 10**9, 1, 10**13)
+    machine = Machine(200 * 10**9, 1, 10**13)
     found = plan(recipe, tmp_path, machine, base=500_000_000)
     answers = next(row for row in found.rows if row.stage == "answers")
     [fault] = answers.memory_faults(machine, found.base)
     settings = [setting.partition(" and ")[0] for setting in fault.remedy.split(" or ")]
-    assert settings == ["tuning.batch_size = 128", "tuning.precision = bf16"]
+    assert settings == ["tuning.batch_size = 256", "tuning.precision = bf16"]
