@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.dume.files import calibration_splits, repairs_routed, splits
 from tasks.dume.variants import is_loaded_for_each, sweeps
+from tasks.planning.lighter import lighter_pass
 from tasks.planning.parts import (
     FP32,
     Subjects,
@@ -145,7 +147,13 @@ def _statistics_row(
         states=memory.streamed_states_bytes(
             shape, config.precision, max(counts) * read, device=device
         ),
-        remedies=["a smaller statistics.batch_size"],
+        lighter=lighter_pass(
+            "statistics",
+            config,
+            recipe.compute.statistics,
+            partial(memory.statistics_bytes, shape, device=device),
+            partial(memory.streamed_statistics_bytes, shape, device=device),
+        ),
         **passes,
     )
 
@@ -281,5 +289,11 @@ def report_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         ),
         kind="evaluation",
         resources=compute.evaluation,
-        remedies=["evaluation.precision = bf16"] if recipe.evaluation.precision == "fp32" else [],
+        lighter=lighter_pass(
+            "evaluation",
+            recipe.evaluation,
+            compute.evaluation,
+            partial(memory.evaluation_bytes, shape, **scoring),
+            partial(memory.streamed_evaluation_bytes, shape, **scoring),
+        ),
     )

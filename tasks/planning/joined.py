@@ -7,17 +7,19 @@ from typing import Any
 
 from infra.recipe.resources import Resources, WorkerResources
 from infra.recipe.schema import Recipe
-from tasks.planning.lighter import divided, fitting, shared
+from tasks.planning.lighter import RECOMPUTED, divided, fitting, lighter_pass, shared
 from tasks.planning.parts import (
     FP32,
     Subjects,
     checkpoints_at_once,
+    checkpoints_in_all,
     moments_bytes,
     tokens_of,
 )
 from tasks.planning.row import Planned, copied, dividing
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.ders.config import CodecConfig
+from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.compression import compressed_bytes
 from upcycle_core.planning.estimate import training_bytes
@@ -70,7 +72,7 @@ def mixture_row(
         + starts * shapes[name].itemsize * sizes[name]
         for (name, row), size in zip(rows.items(), checkpoints, strict=True)
     ]
-    steps = [-(-row.training.steps // row.training.checkpoint_steps) for row in rows.values()]
+    steps = [checkpoints_in_all(row.training) for row in rows.values()]
     kept = sum(FP32 * _written(row, shapes[name], domains) for name, row in rows.items())
     return Planned(
         stage,
@@ -130,7 +132,11 @@ class _Lighter:
         found = fitting(settings, whole, there)
         if self.row.method == "bam" or (self.row.simoe and self.row.simoe.masks == "parameters"):
             return found  # nobody divides those
-        return [*found, *divided(self.kind, self.resources, self._of_each, there, gpus)]
+        sizes = {"": self._of_each}
+        if not self.row.training.gradient_checkpointing:
+            recomputed = partial(self._of_each, gradient_checkpointing=True)
+            sizes[f" and {self.where}.training.{RECOMPUTED}"] = recomputed
+        return [*found, *divided(self.kind, self.resources, sizes, there, gpus)]
 
     def _changes(self) -> dict[str, Callable[[Baseline], Baseline]]:
         row, training = self.row, self.row.training
@@ -138,7 +144,7 @@ class _Lighter:
         if row.method not in ("full-finetune", "simoe") and "all" in row.objective.trainable:
             found[f"{self.where}.objective.trainable = [router]"] = _router_alone
         if not training.gradient_checkpointing:
-            said = f"{self.where}.training.gradient_checkpointing = true"
+            said = f"{self.where}.training.{RECOMPUTED}"
             found[said] = partial(_trained_with, gradient_checkpointing=True)
         slowest = max(training.adam_beta1, training.adam_beta2)
         if training.optimizer_state == "fp32" and slowest <= LARGEST_BF16_BETA:
@@ -150,9 +156,10 @@ class _Lighter:
         row = reduce(lambda changed, change: change(changed), changes, self.row)
         return self._bytes(row, self.resources)
 
-    def _of_each(self, resources: WorkerResources) -> int:
+    def _of_each(self, resources: WorkerResources, **more: Any) -> int:
         accumulated = shared(self.row.training, resources)
-        return self._bytes(_trained_with(self.row, gradient_accumulation=accumulated), resources)
+        row = _trained_with(self.row, gradient_accumulation=accumulated, **more)
+        return self._bytes(row, resources)
 
     def _bytes(self, row: Baseline, resources: WorkerResources) -> int:
         return _memory(row, self.shape, self.domains, resources)
@@ -295,12 +302,18 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
     dense = work.forward_flops(shape, read, length)
     crossed = sum(len(config.scored_on(d, recipe.domains)) for d in recipe.domains)
     mixed = work.forward_flops(shape, read, length, top_k=recipe.moe.top_k)
-    held: dict[str, Any] = {"device": resources.device}
-    streamed: int | None = memory.streamed_evaluation_bytes(shape, config, experts=domains, **held)
-    if not all(row.trains for row in recipe.baselines.values()):  # an ensemble's models are held
-        streamed = max(streamed or 0, memory.evaluation_bytes(shape, config, **held))
-    if any(row.method in OWN_KINDS or row.ders for row in recipe.baselines.values()):
-        streamed = None
+    rows, held = recipe.baselines.values(), dict[str, Any](device=resources.device)
+
+    def whole(config: EvaluationConfig) -> int:
+        return memory.evaluation_bytes(shape, config, experts=domains, device=resources.device)
+
+    def streamed(config: EvaluationConfig) -> int:
+        needed = memory.streamed_evaluation_bytes(shape, config, experts=domains, **held)
+        if all(row.trains for row in rows):
+            return needed
+        return max(needed, memory.evaluation_bytes(shape, config, **held))  # an ensemble's are held
+
+    streams = not any(row.method in OWN_KINDS or row.ders for row in rows)
     return Planned(
         stage,
         1,
@@ -309,10 +322,10 @@ def scoring_row(stage: str, recipe: Recipe, subjects: Subjects, shape: Shape) ->
         read=(domains + 1) * shape.stored + merged * shape.itemsize * shape.mixture(domains),
         flops=(dense + crossed * dense // domains + merged * mixed) or None,
         precision=config.precision,
-        memory=memory.evaluation_bytes(shape, config, experts=domains, **held),
-        streamed=streamed,
+        memory=whole(config),
+        streamed=streamed(config) if streams else None,
         states=memory.streamed_states_bytes(shape, config.precision, 2 * read, **held),
         kind="evaluation",
         resources=resources,
-        remedies=["evaluation.precision = bf16"] if config.precision == "fp32" else [],
+        lighter=lighter_pass("evaluation", config, resources, whole, streamed if streams else None),
     )

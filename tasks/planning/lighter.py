@@ -3,21 +3,27 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from infra.recipe.resources import WorkerResources
+from infra.recipe.resources import Resources, WorkerResources
 from tasks.planning.row import copied, dividing, gigabytes
+from upcycle_core.dume.config import StatisticsConfig
+from upcycle_core.evaluation.text.config import EvaluationConfig
 from upcycle_core.planning.estimate import training_bytes
+from upcycle_core.planning.rates import Arithmetic
 from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.checks import LARGEST_BF16_BETA
 from upcycle_core.training.config import ExpertMethod, ExpertTrainingConfig, TrainingConfig
 
+C = TypeVar("C", StatisticsConfig, EvaluationConfig)
 SMALLER: Mapping[ExpertMethod | None, tuple[ExpertMethod, ...]] = MappingProxyType(
     {"full": ("ffn", "lora"), "layers": ("ffn", "lora"), "ffn": ("lora",)}
 )
 """Ways to train an expert that hold less, the lightest last. What is no expert has one way."""
+RECOMPUTED = "gradient_checkpointing = true"
 DOUBLINGS = 6
 """Of workers, from one to as many GPUs as a machine has."""
 
@@ -87,11 +93,16 @@ class Lighter:
         return worker_bytes(self.shape, replace(self.config, **changes), self.resources)
 
     def _divided(self, there: int, gpus: int) -> Iterator[str]:
-        def size(resources: WorkerResources) -> int:
-            config = replace(self.config, gradient_accumulation=shared(self.config, resources))
+        def size(resources: WorkerResources, **changes: Any) -> int:
+            accumulated = shared(self.config, resources)
+            config = replace(self.config, gradient_accumulation=accumulated, **changes)
             return worker_bytes(self.shape, config, resources)
 
-        return divided(self.kind, self.resources, size, there, gpus)
+        sizes: dict[str, Callable[[WorkerResources], int]] = {"": size}
+        if not self.config.gradient_checkpointing:
+            recomputed = partial(size, gradient_checkpointing=True)
+            sizes[f" and {self.where}.{RECOMPUTED}"] = recomputed
+        return divided(self.kind, self.resources, sizes, there, gpus)
 
 
 def fitting(
@@ -121,7 +132,7 @@ def shared(config: TrainingConfig, resources: WorkerResources) -> int:
 def divided(
     kind: str,
     own: WorkerResources,
-    size: Callable[[WorkerResources], int],
+    sizes: Mapping[str, Callable[[WorkerResources], int]],
     there: int,
     gpus: int,
 ) -> Iterator[str]:
@@ -130,15 +141,16 @@ def divided(
     Args:
         kind: The section of ``compute``.
         own: What it says now.
-        size: Bytes of a worker of such resources.
+        sizes: {what else is set: bytes of a worker of such resources then}, the least change first.
         there: Bytes that one may hold.
         gpus: Of the machine.
     """
     count = int(gpus / own.gpus) if own.gpus else 0
-    for n in (2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count):
+    numbers = [2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count]
+    for (more, size), n in product(sizes.items(), numbers):
         found = replace(own, workers=n, sharding="full")
         if found != own and size(found) <= there:
-            said = f"compute.{kind}.workers = {n} and sharding = full (then "
+            said = f"compute.{kind}.workers = {n} and sharding = full{more} (then "
             yield f"{said}{gigabytes(size(found))} each; gradient_accumulation a multiple of {n})"
             return
     if dividing(own) == 1:
@@ -147,3 +159,63 @@ def divided(
 
 def _said(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def lighter_pass(
+    where: str,
+    config: C,
+    resources: Resources,
+    whole: Callable[[C], int],
+    streamed: Callable[[C], int] | None,
+) -> Callable[[int, int], Iterator[str]]:
+    """What says the settings with which a pass over text fits, whole or layer by layer.
+
+    Args:
+        where: The section of a recipe that is ``config``.
+        config: How; it has a ``precision`` and a ``batch_size``.
+        resources: Of a piece.
+        whole: Bytes of a piece that holds its model.
+        streamed: Of one that goes layer by layer; None where none can.
+    """
+    way = getattr(resources, "streamed", "never") if streamed else "never"
+    ways = [of for of, other in ((whole, "always"), (streamed, "never")) if of and way != other]
+
+    def held(precision: Any, batch_size: int) -> int:
+        own = replace(config, precision=precision, batch_size=batch_size)
+        return min(of(own) for of in ways)
+
+    return partial(fewer_rows, where, held, config.precision, config.batch_size)
+
+
+def fewer_rows(
+    where: str,
+    held: Callable[[Arithmetic, int], int],
+    precision: Arithmetic,
+    batch_size: int,
+    most: int,
+    gpus: int,
+) -> Iterator[str]:
+    """The settings with which a pass over text fits that does not by itself.
+
+    Args:
+        where: The section of a recipe that says how.
+        held: Bytes of a piece, of a precision and so many rows at once.
+        precision: As the recipe has it.
+        batch_size: Likewise.
+        most: Bytes that a piece may hold.
+        gpus: Of the machine.
+    """
+    if held(precision, batch_size) <= most:  # fewer side by side do, which the row says
+        return
+    sizes = [batch_size >> n for n in range(1, batch_size.bit_length())]
+    rows = next((rows for rows in sizes if held(precision, rows) <= most), None)
+    if rows is not None:
+        yield f"{where}.batch_size = {rows}"
+    if precision == "bf16":
+        return
+    fitting = (rows for rows in (batch_size, *sizes) if held("bf16", rows) <= most)
+    narrow = next(fitting, None)
+    if narrow == batch_size:
+        yield f"{where}.precision = bf16"
+    elif narrow is not None and rows is None:  # none alone: both
+        yield f"{where}.precision = bf16 and batch_size = {narrow}"

@@ -162,7 +162,7 @@ def training(
         1,
         kept=itemsize * shape.whole,
         each=checkpoints_at_once(config) * checkpoint,
-        written=itemsize * shape.whole + -(-config.steps // config.checkpoint_steps) * checkpoint,
+        written=itemsize * shape.whole + checkpoints_in_all(config) * checkpoint,
         memory=worker_bytes(shape, config, resources),
         flops=work.training_flops(shape, config),
         precision=config.precision,
@@ -182,7 +182,13 @@ def checkpoints_at_once(config: TrainingConfig, *, may_end_before: bool = False)
         config: Of the training.
         may_end_before: Whether it may end with one that is not the last, whatever the loss.
     """
-    return CHECKPOINTS + (config.keep == "best" or may_end_before)
+    most = CHECKPOINTS + (config.keep == "best" or may_end_before)
+    return min(most, checkpoints_in_all(config))
+
+
+def checkpoints_in_all(config: TrainingConfig) -> int:
+    """How many checkpoints a training writes, one after the other."""
+    return -(-config.steps // config.checkpoint_steps)
 
 
 def joined(recipe: Recipe, shape: Shape) -> Shape:

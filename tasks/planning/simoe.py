@@ -1,12 +1,13 @@
 """What the stages of SIMoE will need."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models
 from tasks.planning.joined import mixture_row, pruned_parameters
+from tasks.planning.lighter import fewer_rows
 from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
 from tasks.planning.row import Planned
 from tasks.planning.scored import enough
@@ -16,8 +17,8 @@ from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.planning import memory
 from upcycle_core.planning.answering import answering_bytes, pruned_held
+from upcycle_core.planning.rates import Arithmetic
 from upcycle_core.planning.shape import Shape
-from upcycle_core.precision import Precision
 
 ASKED = 3
 """Pieces of a row's answers, one after the other: two splits, and a look at its structure."""
@@ -60,12 +61,12 @@ def _answers_row(recipe: Recipe, shape: Shape, size: int) -> Planned:
     count, resources = len(tuned(recipe)), recipe.compute.evaluation
     experts = max((row.experts(labels) for row in rows if row.trains), default=1)
 
-    def held(precision: Precision, batch_size: int, device: str = resources.device) -> int:
+    def held(precision: Arithmetic, batch_size: int, device: str = resources.device) -> int:
         length = tuning.training.sequence_length + tuning.max_new_tokens
         mixed: dict[str, int] = {"pruned": size, "experts": max(1, experts)}
         return answering_bytes(shape, (batch_size, length), precision, device=device, **mixed)
 
-    asked: tuple[Precision, int] = (tuning.precision, tuning.batch_size)
+    asked: tuple[Arithmetic, int] = (tuning.precision, tuning.batch_size)
     return Planned(
         "answers",
         count,
@@ -77,40 +78,8 @@ def _answers_row(recipe: Recipe, shape: Shape, size: int) -> Planned:
         on_cpus=held(*asked, "cpu") if resources.gpus else None,
         kind="evaluation",
         resources=resources,
-        lighter=partial(_answering_lighter, held, *asked),
+        lighter=partial(fewer_rows, "tuning", held, *asked),
     )
-
-
-def _answering_lighter(
-    held: Callable[[Precision, int], int],
-    precision: Precision,
-    batch_size: int,
-    most: int,
-    gpus: int,
-) -> Iterator[str]:
-    """The settings with which a model that does not fit by itself answers after all.
-
-    Args:
-        held: Bytes of a piece, of a precision and so many rows at once.
-        precision: As the recipe has it.
-        batch_size: Likewise.
-        most: Bytes that a piece may hold.
-        gpus: Of the machine.
-    """
-    if held(precision, batch_size) <= most:  # fewer side by side do, which the row says
-        return
-    sizes = [batch_size >> n for n in range(1, batch_size.bit_length())]
-    rows = next((rows for rows in sizes if held(precision, rows) <= most), None)
-    if rows is not None:
-        yield f"tuning.batch_size = {rows}"
-    if precision == "bf16":
-        return
-    fitting = (rows for rows in (batch_size, *sizes) if held("bf16", rows) <= most)
-    narrow = next(fitting, None)
-    if narrow == batch_size:
-        yield "tuning.precision = bf16"
-    elif narrow is not None and rows is None:  # none alone: both
-        yield f"tuning.precision = bf16 and batch_size = {narrow}"
 
 
 def rivals_row(recipe: Recipe, subjects: Subjects, names: Collection[str]) -> Planned:

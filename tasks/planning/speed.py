@@ -15,6 +15,10 @@ NAMES = tuple(field.name for field in fields(Rates))
 WHOLE = ("fp32", "bf16")
 """Rates of all cores; of one core a share is taken where nothing is said of it."""
 
+MOVED = ("memory", "read", "write")
+SLOWEST = 10**6
+"""A second; who says less has left the unit out."""
+
 
 def known_rates(home: Path) -> Rates | None:
     """What was measured of this machine; None if nothing was, or it is another one now.
@@ -63,6 +67,10 @@ def given_rates(said: Sequence[str], cores: int) -> Rates:
             remedy = "say RATE=AMOUNT a second, as bf16=2T or read=2GB; rates are "
             faults.append(Fault("--rates", word, remedy + ", ".join(NAMES)))
             continue
+        if amount < SLOWEST:
+            unit = "2GB" if name in MOVED else "900G"
+            remedy = f"is {amount:g} a second; give a unit, as {name}={unit}"
+            faults.append(Fault("--rates", word, remedy))
         values[name] = amount
     if faults:
         raise InputError(*faults)

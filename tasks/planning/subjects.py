@@ -204,6 +204,9 @@ def _header(reference: str, cache: Path, field: str) -> Shape | None:
         return None
     try:
         return Shape.of(_with_config(reference, cache), field=field)
+    except HFValidationError as error:
+        remedy = "is no directory, and no name that a hub could have; mend the path"
+        raise InputError(Fault(field, reference, remedy)) from error
     except NOT_TO_BE_HAD:
         return None
 

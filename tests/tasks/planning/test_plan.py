@@ -34,6 +34,7 @@ GPU = {"gpus": 1}
 REQUEST = httpx.Request("GET", "https://hub.example")
 HELD = {"streamed": "never"}
 FEW = {"steps": 4, "warmup_steps": 1, "gradient_accumulation": 4, "batch_size": 1}
+OFTEN = FEW | {"checkpoint_steps": 1}
 START = 2
 """Bytes a weight of what a row begins with, in the type of given models."""
 BASELINES = {
@@ -230,7 +231,7 @@ def test_checkpoints_lie_beside_the_trainings_that_run(tmp_path, llama):
 
 
 def test_every_row_of_a_comparison_that_runs_has_checkpoints(tmp_path, llama):
-    two = dict.fromkeys(("one", "two"), BASELINES["baselines"]["btx"])
+    two = {name: {"method": "btx", "training": OFTEN} for name in ("one", "two")}
     for cpus in (1, 2):
         there = Machine(memory=10**13, cpus=cpus, disk=10**14)
         found = made(tmp_path, llama, machine=there, **BASELINES | {"baselines": two})
@@ -261,14 +262,33 @@ def test_what_deltas_are_trained_of_is_planned(tmp_path, llama):
 
 
 def test_the_best_checkpoint_lies_beside_the_newest_two(tmp_path, llama):
-    best = FEW | {"keep": "best", "evaluation_steps": 4, "checkpoint_steps": 2}
+    best = OFTEN | {"keep": "best", "evaluation_steps": 4}
     row = {"method": "btx", "training": best}
     found = rows(made(tmp_path, llama, **BASELINES | {"baselines": {"btx": row}}))["baselines"]
     assert found.each == (4 * 12 + START) * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
 
 
+@pytest.mark.parametrize(("steps", "count"), [(4, 1), (3, 2), (2, 2), (1, 3)])
+def test_no_more_checkpoints_lie_there_than_are_written(tmp_path, llama, steps, count):
+    """Of four steps; the last one is always written."""
+    own = FEW | {"checkpoint_steps": steps}
+    best = own | {"keep": "best", "evaluation_steps": steps, "sequence_length": 512}
+    sections = {
+        "experts": {"training": own},
+        "baselines": {"btx": {"method": "btx", "training": best}},
+        "comparison": {"tokens": 5 * 4 * 4 * 1024 + 4 * 4 * 512},  # experts count too
+    }
+    found = rows(made(tmp_path, llama, ready=False, **sections))
+    assert found["experts"].each == count * 12 * WHOLE
+    written = -(-4 // steps)
+    assert found["experts"].writes == 5 * (4 + written * 12) * WHOLE
+    mixture = WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN
+    kept = count + (steps == 1)  # the best one, apart from those that are the newest
+    assert found["baselines"].each == (kept * 12 + 4) * mixture
+
+
 def test_moments_in_bf16_are_written_as_such(tmp_path, llama):
-    narrow = FEW | {"optimizer_state": "bf16", "adam_beta1": 0.9, "adam_beta2": 0.95}
+    narrow = OFTEN | {"optimizer_state": "bf16", "adam_beta1": 0.9, "adam_beta2": 0.95}
     row = {"method": "btx", "training": narrow}
     found = rows(made(tmp_path, llama, **BASELINES | {"baselines": {"btx": row}}))["baselines"]
     assert found.each == (CHECKPOINTS * 8 + START) * (WHOLE + 4 * FFNS + LAYERS * 5 * HIDDEN)
@@ -549,6 +569,50 @@ def test_workers_that_are_named_fit_with_the_accumulation_that_they_share(tmp_pa
     _, remedy = of()["compute.experts"]
     count = int(re.search(r"workers = (\d+) and sharding", remedy)[1])
     assert "compute.experts" not in of(workers=count, sharding="full")
+
+
+def test_workers_are_named_with_what_else_they_need(tmp_path, llama):
+    """Two that divide a training hold too much still, for what a batch keeps."""
+    machine = Machine(10**12, 64, 10**13, gpus=2, gpu_memory=120 * 10**9)
+    training = {"batch_size": 16, "sequence_length": 1024, "gradient_accumulation": 2}
+
+    def of(compute=None, **more):
+        compute = {"experts": {"gpus": 1, **(compute or {})}}
+        sections = {"experts": {"training": training | more}, "compute": compute}
+        return faults(made(tmp_path, llama, ready=False, machine=machine, **sections))
+
+    _, remedy = of()["compute.experts"]
+    setting = "workers = 2 and sharding = full and experts.training.gradient_checkpointing = true"
+    assert f"compute.experts.{setting} (then" in remedy
+    two = {"workers": 2, "sharding": "full"}
+    assert "compute.experts" in of(two)
+    assert "compute.experts" not in of(two, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "memory"),
+    [("evaluation", "evaluation", 80), ("statistics", "statistics", 40)],
+)
+def test_each_setting_that_is_named_makes_a_pass_over_text_fit(
+    tmp_path, llama, kind, section, memory
+):
+    """In a GPU, where all of it is held."""
+    common = {"memory": 500 * 10**9, "cpus": 16, "disk": 10**13}
+    machine = Machine(**common, gpus=1, gpu_memory=memory * 10**9)
+
+    def of(**changes):
+        own = {"precision": "bf16", "batch_size": 256, "sequence_length": 1024} | changes
+        sections = {section: own, "compute": {kind: GPU | HELD}}
+        return faults(made(tmp_path, llama, machine=machine, **sections)).get(f"compute.{kind}")
+
+    _, remedy = of()
+    rows_at_once = int(re.search(rf"{section}\.batch_size = (\d+)", remedy)[1])
+    assert 1 < rows_at_once < 256
+    assert of(batch_size=rows_at_once) is None
+    assert of(batch_size=2 * rows_at_once) is not None
+    assert "precision" not in remedy  # it is bf16
+    _, remedy = of(precision="fp32", batch_size=1) or ("", "")
+    assert ("precision = bf16" in remedy) == (kind == "evaluation")  # 32 GB fit, 122 do not
 
 
 def test_an_adapter_of_layers_that_are_not_there_is_refused(tmp_path, llama):

@@ -70,6 +70,12 @@ def test_rates_of_another_machine_are_said_in_words():
     assert "bf16=fast" in str(refusal.value)
 
 
+@pytest.mark.parametrize(("rate", "example"), [("fp32=900", "fp32=900G"), ("read=2", "read=2GB")])
+def test_a_rate_without_a_unit_is_refused(rate, example):
+    with pytest.raises(InputError, match=f"{rate}.*give a unit, as {example}"):
+        given_rates(["bf16=2T", rate], cores=8)
+
+
 def test_time_is_products_by_the_cores_at_work_and_bytes_by_the_disk():
     row = Planned("x", 4, 4, kept=10**9, read=2 * 10**9, flops=8 * 10**9)
     assert row.seconds(HERE, RATES) == pytest.approx(8 / 4 + 2 / 1 + 1 / 0.5)

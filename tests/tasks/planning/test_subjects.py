@@ -57,6 +57,15 @@ def test_each_model_that_cannot_be_read_is_said_by_its_field_in_the_recipe(
     assert f"= '{tmp_path}': has no config.json" in said["seed_model.model"]
 
 
+@pytest.mark.parametrize("named", ["/data/experts/gone", "./gone", "data/experts/gone"])
+def test_a_later_expert_that_is_not_there_is_refused(llama, refused, named):
+    """The first one's shape would do for it, if a hub could have it."""
+    said = refused(code=llama, law=named)
+    assert set(said) == {"domains.law.expert"}
+    assert "is no directory, and no name that a hub could have" in said["domains.law.expert"]
+    assert not refused(code=llama, law="owner/name")
+
+
 def test_models_of_a_symphony_are_said_by_their_fields_too(tmp_path, llama, like, refused):
     text = {"train": {"files": ["a.txt"]}}
     domains = {
