@@ -1,15 +1,12 @@
 """How long the sequences are that a recipe has models read, and what models have positions for."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.engine.params import value_at
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.symphony.config import SymphonyConfig
-
-if TYPE_CHECKING:  # recipes are judged before torch is imported
-    from upcycle_core.checkpoints.reader import CheckpointReader
 
 
 def read_lengths(recipe: Recipe, sections: Iterable[str]) -> dict[str, int]:
@@ -33,7 +30,7 @@ def read_lengths(recipe: Recipe, sections: Iterable[str]) -> dict[str, int]:
 
 
 def position_faults(
-    recipe: Recipe, sections: Iterable[str], readers: "Mapping[str, CheckpointReader]"
+    recipe: Recipe, sections: Iterable[str], configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Fault]:
     """Sequences that are longer than what a given model was made for.
 
@@ -42,11 +39,12 @@ def position_faults(
     Args:
         recipe: What to make.
         sections: As for ``read_lengths``.
-        readers: Given models, by the recipe's fields. One that says nothing of it has no limit.
+        configs: What is in given models' config.json, by the recipe's fields. One that says nothing
+            of it has no limit.
     """
     if recipe.lineage is not None:
         return
-    known = {field: positions(reader.config) for field, reader in readers.items()}
+    known = {field: positions(config) for field, config in configs.items()}
     limits = {field: limit for field, limit in known.items() if limit is not None}
     if not limits:
         return

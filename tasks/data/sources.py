@@ -325,7 +325,7 @@ def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEX
         remedy = "some domains bring an expert and others do not; name the seed model that the "
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, tokens, ready=ready)
-    faults += position_faults(recipe, lengths, readers)
+    faults += position_faults(recipe, lengths, {f: reader.config for f, reader in readers.items()})
     faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
     faults += type_faults(recipe)
     if not faults:

@@ -14,6 +14,7 @@ from infra.recipe.schema import Recipe
 from tasks.data.adapters import adapter_faults, linears_of
 from tasks.data.fits import type_faults
 from tasks.data.given import SEED_FIELD, given_fields, given_model
+from tasks.data.lengths import position_faults
 from tasks.methods import METHODS
 from tasks.planning.parts import Subjects, in_type
 from tasks.symphony.variants import section
@@ -114,11 +115,12 @@ def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str
 
 def _joining_faults(recipe: Recipe, shapes: Mapping[str, Shape]) -> list[Fault]:
     """What the stage ``sources`` will say of the models together, by the rule of the method."""
-    configs = {field: shape.config for field, shape in shapes.items()}
-    if METHODS[recipe.method].has_seed:
-        return compare_configs(configs)
+    method, configs = METHODS[recipe.method], {f: shape.config for f, shape in shapes.items()}
+    faults = [*position_faults(recipe, method.lengths(recipe), configs)]
+    if method.has_seed:
+        return compare_configs(configs) + faults
     one_rope = section(recipe).rope == "same"
-    return compare_configs(configs, of_one_seed=False, one_rope=one_rope)
+    return compare_configs(configs, of_one_seed=False, one_rope=one_rope) + faults
 
 
 def _in_one_type(shape: Shape, shapes: Sequence[Shape]) -> Shape:

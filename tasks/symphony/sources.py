@@ -78,12 +78,12 @@ def sources(run: StageRun) -> None:
 def _say_short(run: StageRun) -> None:
     """Say where a model that comes has fewer positions than what the others were made with."""
     recipe, workspace = run.recipe, run.session.workspace
-    readers = {
-        f"domains.{name}": CheckpointReader(given_model(recipe, model, run.models))
+    configs = {
+        f"domains.{name}": CheckpointReader(given_model(recipe, model, run.models)).config
         for name, model in given_models(recipe).items()
         if not workspace.inputs(f"experts/{name}")
     }
-    for fault in position_faults(replace(recipe, lineage=None), lengths(recipe), readers):
+    for fault in position_faults(replace(recipe, lineage=None), lengths(recipe), configs):
         run.session.log(f"WARNING: {fault}, or leave it, as the others were made with it")
 
 
@@ -171,7 +171,8 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
     one_rope = section(recipe).rope == "same"
     faults += compare_strangers(readers, tokens, ready=ready, one_rope=one_rope)
-    faults += position_faults(recipe, lengths(recipe), readers)
+    configs = {field: reader.config for field, reader in readers.items()}
+    faults += position_faults(recipe, lengths(recipe), configs)
     faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
     faults += type_faults(recipe)
     faults += _response_faults(recipe, tokens)

@@ -411,10 +411,12 @@ def test_the_first_model_may_be_a_gguf_file_and_another_its_adapter(
     adapter, _ = save_adapter(tmp_path / "adapter", dense)
     change_json(adapter / "adapter_config.json", base_model_name_or_path=str(file))
     monkeypatch.setattr("tasks.planning.subjects.given_model", None)
+    short = {name: {"sequence_length": 64} for name in ("statistics", "evaluation")}
+    short["statistics"]["window"] = None
     for given in (file, adapter):
         own = {name: {"train": {"files": ["a.txt"]}, "expert": str(given)} for name in ("a", "b")}
         found = plan(
-            validate({"name": "small", "domains": own}),
+            validate({"name": "small", "domains": own, **short}),
             tmp_path / "new",
             Machine(memory=10**12, cpus=8, disk=10**13),
             base=500_000_000,

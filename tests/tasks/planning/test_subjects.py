@@ -109,3 +109,16 @@ def test_a_type_that_what_is_trained_beside_given_experts_has_not_is_refused(lla
         in refused(sections, code=llama, law=None)["experts.dtype"]
     )
     assert refused(sections, code=llama, law=llama) == {}
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(64, False), (65, True)])
+def test_sequences_longer_than_a_model_was_made_for_are_refused_as_the_flow_does(
+    llama, like, refused, length, is_refused
+):
+    short = like("short", max_position_embeddings=64)
+    fits = {"statistics": {"sequence_length": 64, "window": None}}
+    said = refused({**fits, "evaluation": {"sequence_length": length}}, code=short, law=llama)
+    assert ("evaluation.sequence_length" in said) == is_refused
+    if is_refused:
+        assert "longer than the 64 positions of" in said["evaluation.sequence_length"]
+        assert set(said) == {"evaluation.sequence_length"}
