@@ -12,7 +12,7 @@ from typing import Any
 from infra.recipe.checks import learnt_whole, responses_asked
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import given_adapter_faults
-from tasks.data.fits import head_faults, rank_faults, repair_faults, type_faults, weight_faults
+from tasks.data.fits import fit_faults, type_faults
 from tasks.data.given import (
     SEED_FIELD,
     given_fields,
@@ -325,14 +325,12 @@ def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEX
         remedy = "some domains bring an expert and others do not; name the seed model that the "
         faults.append(Fault("seed_model.model", None, f"{remedy}experts came from"))
     faults += compare_experts(readers, tokens, ready=ready)
-    faults += position_faults(recipe, lengths, {f: reader.config for f, reader in readers.items()})
+    configs = {field: reader.config for field, reader in readers.items()}
+    faults += position_faults(recipe, lengths, configs)
     faults += given_adapter_faults(recipe, [r for n, r in readers.items() if n not in ready])
     faults += type_faults(recipe)
     if not faults:
-        faults += head_faults(recipe, readers)
-        faults += repair_faults(recipe, readers)
-        faults += rank_faults(recipe, readers)
-        faults += weight_faults(recipe, readers)
+        faults += fit_faults(recipe, next(iter(configs.values()), None))
     return faults
 
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from infra.recipe.schema import Recipe
 from tasks.data.adapters import adapter_faults, linears_of
-from tasks.data.fits import type_faults
+from tasks.data.fits import fit_faults, type_faults
 from tasks.data.given import SEED_FIELD, given_fields, given_model
 from tasks.data.lengths import position_faults
 from tasks.methods import METHODS
@@ -75,6 +75,7 @@ def _texts(recipe: Recipe, domain: Domain) -> dict[str, int]:
 def _shape(recipe: Recipe, cache: Path) -> Shape:
     fields = list(given_fields(recipe))
     if not fields:
+        raise_faults(fit_faults(recipe, None))
         return _made_here(recipe)
     first = SEED_FIELD if SEED_FIELD in fields else fields[0]
     shapes = _shapes(recipe, cache, needed=[first])
@@ -118,7 +119,8 @@ def _joining_faults(recipe: Recipe, shapes: Mapping[str, Shape]) -> list[Fault]:
     method, configs = METHODS[recipe.method], {f: shape.config for f, shape in shapes.items()}
     faults = [*position_faults(recipe, method.lengths(recipe), configs)]
     if method.has_seed:
-        return compare_configs(configs) + faults
+        faults += compare_configs(configs)
+        return faults or [*fit_faults(recipe, next(iter(configs.values()), None))]
     one_rope = section(recipe).rope == "same"
     return compare_configs(configs, of_one_seed=False, one_rope=one_rope) + faults
 

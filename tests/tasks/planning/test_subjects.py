@@ -122,3 +122,38 @@ def test_sequences_longer_than_a_model_was_made_for_are_refused_as_the_flow_does
     if is_refused:
         assert "longer than the 64 positions of" in said["evaluation.sequence_length"]
         assert set(said) == {"evaluation.sequence_length"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "said"),
+    [
+        (
+            {
+                "compression": {
+                    "base": "mean",
+                    "codecs": {"low": {"codec": "low_rank", "rank": 5000}},
+                }
+            },
+            "compression.codecs.low.rank",
+            "above the matrices, 4096 by 14336; use at most 4096",
+        ),
+        (
+            {"experts": {"repair": "down"}, "statistics": {"tokens": 1000}},
+            "statistics.tokens",
+            "",
+        ),
+        (
+            {"backbone": {"merge": {"head": "counts"}}},
+            "backbone.merge.head",
+            "the head is the embedding",
+        ),
+    ],
+)
+def test_what_models_do_not_let_be_done_with_them_is_refused_as_the_flow_does(
+    llama, like, refused, sections, field, said
+):
+    given = like("tied", tie_word_embeddings=True) if field.startswith("backbone") else llama
+    found = refused(sections, code=given, law=given)
+    assert set(found) == {field}
+    assert said in found[field]
+    assert not refused({}, code=given, law=given)
