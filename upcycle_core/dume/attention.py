@@ -14,7 +14,7 @@ alpha and lambda are chosen a matrix by cross-validation between two halves of t
 Shapes: X inputs of a matrix, Y its outputs, S tokens a paragraph.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -29,6 +29,7 @@ from upcycle_core.activations.moments import add_gram, mirror
 from upcycle_core.activations.regression import HALVES, DriftSums, check_finite, solve_drift
 from upcycle_core.activations.resume import LayersDone
 from upcycle_core.activations.stream import LAYER, LayerStream, Passing
+from upcycle_core.allocator import trim
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.stitch import stitched_reader
 from upcycle_core.backbone.write import Plan, weights_type, write_model
@@ -196,6 +197,7 @@ def _merged(
                 for text, hidden in zip(domain.texts, new, strict=True):
                     text.merged = Passing(hidden)
         done.keep(made, _passing(domains) if index < layers - 1 else {}, None)
+        trim()  # the sums of a layer; the next one has its own
         yield
 
 
@@ -275,12 +277,22 @@ def _combined(weights: Sequence[Tensor], grams: Sequence[Sequence[Tensor]]) -> T
     """RegMean with the alpha whose solutions of each half are best on the other."""
     wide = [weight.double() for weight in weights]
 
-    def solved(own: Sequence[Tensor], alpha: float) -> Tensor:
-        shrunk = [alpha * gram + (1 - alpha) * gram.diag().diag() for gram in own]
-        right = sum(gram @ weight.T for gram, weight in zip(shrunk, wide, strict=True))
-        total = torch.as_tensor(sum(shrunk))
-        total = total + 1e-10 * total.trace() / len(total) * torch.eye(len(total)).double()
-        return torch.from_numpy(linalg.solve(total.numpy(), right, assume_a="pos")).T
+    def solved(own: Iterable[Tensor], alpha: float) -> Tensor:
+        total_XX, right_YX = torch.zeros_like(grams[0][0]), torch.zeros_like(wide[0])
+        for gram, weight in zip(own, wide, strict=True):
+            shrunk = alpha * gram
+            shrunk.diagonal().add_((1 - alpha) * gram.diagonal())
+            total_XX += shrunk
+            right_YX += weight @ shrunk
+        total_XX.diagonal().add_(1e-10 * total_XX.trace() / len(total_XX))
+        return torch.from_numpy(
+            linalg.solve(
+                *(total_XX.numpy().T, right_YX.numpy().T),  # in the order of Fortran: no copies
+                assume_a="pos",
+                overwrite_a=True,
+                overwrite_b=True,
+            )
+        ).T
 
     def missed(alpha: float) -> float:
         error = 0.0
@@ -293,7 +305,7 @@ def _combined(weights: Sequence[Tensor], grams: Sequence[Sequence[Tensor]]) -> T
 
     alpha = min(ALPHAS, key=missed)
     dtype = reduce(torch.promote_types, (weight.dtype for weight in weights))
-    return solved([halves[0] + halves[1] for halves in grams], alpha).to(dtype)
+    return solved((halves[0] + halves[1] for halves in grams), alpha).to(dtype)
 
 
 def _distilled(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from upcycle_core.activations.regression import HALVES, DriftSums, solve_drift
 from upcycle_core.activations.resume import LayersDone, digest_of
 from upcycle_core.activations.stream import LayerStream, Passing
+from upcycle_core.allocator import trim
 from upcycle_core.architectures.families import family_of
 from upcycle_core.backbone.write import Plan, weights_type, write_model
 from upcycle_core.checkpoints.reader import CheckpointReader
@@ -159,6 +160,7 @@ def _repaired(
         done.go_on(passes.passing)
     for index in range(len(done.facts), layers):
         made, facts = passes.repair(index, routers[index])
+        trim()  # the sums of a layer; the next one has its own
         done.keep(made, passes.passing if index < layers - 1 else {}, facts)
         progress.advance()
 

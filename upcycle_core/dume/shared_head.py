@@ -133,9 +133,9 @@ def fitted_head(
         left = [m + tiny for m in left]
         for rows in groups:
             weights = shares_DV[:, rows]
-            owns = [head[rows].double() @ r for head, r in zip(heads, right, strict=True)]
-            solved = _solved(left, weights, _sum(weights, owns), merged[rows].double())
-            merged[rows] = solved.float()
+            owns = (head[rows].double() @ r for head, r in zip(heads, right, strict=True))
+            wanted, start = _sum(weights, owns), merged[rows].double()
+            merged[rows] = _solved(left, weights, wanted, start).float()
         progress.advance()
     return merged
 
@@ -144,7 +144,7 @@ def _weighted(heads: Sequence[Tensor], frequencies_DV: Tensor) -> Tensor:
     """Rows weighted by frequencies, [V, H] fp32."""
     merged = torch.empty(heads[0].shape)
     for rows in _slices(len(merged)):
-        owns = [head[rows].double() for head in heads]
+        owns = (head[rows].double() for head in heads)
         merged[rows] = _sum(_shares(frequencies_DV[:, rows]), owns).float()
     return merged
 
@@ -195,7 +195,7 @@ def _solved(
         left: M_d [H, H], positive definite.
         weights_DR: Of a sum of 1 over D; of rows that are alike.
         wanted_RH: The right sides.
-        start_RH: Where the search begins.
+        start_RH: Where the search begins; written to.
     """
     mean_D = weights_DR.mean(1)
     factor = torch.linalg.cholesky(sum(w * m for w, m in zip(mean_D, left, strict=True)))
@@ -204,20 +204,21 @@ def _solved(
     def apply(x_RH: Tensor) -> Tensor:
         return _sum(weights_DR, (x_RH @ m for m in left))
 
-    x, residual = start_RH, wanted_RH - apply(start_RH)
-    z = residual @ inverse
-    direction, product = z, (residual * z).sum(1, keepdim=True)
-    bound = EXACT * wanted_RH.norm(dim=1)
+    x, residual = start_RH, apply(start_RH).neg_().add_(wanted_RH)
+    direction = residual @ inverse
+    product, z = _dots(residual, direction), torch.empty_like(direction)
+    bound = EXACT**2 * _dots(wanted_RH, wanted_RH)
     for _ in range(STEPS):
-        if bool((residual.norm(dim=1) <= bound).all()):
+        if bool((_dots(residual, residual) <= bound).all()):
             break
         pushed = apply(direction)
-        step = product / (direction * pushed).sum(1, keepdim=True).clamp_min(SMALLEST)
-        x, residual = x + step * direction, residual - step * pushed
-        z = residual @ inverse
-        before, product = product, (residual * z).sum(1, keepdim=True)
-        direction = z + product / before.clamp_min(SMALLEST) * direction
-    return _finished(left, weights_DR, wanted_RH, x, residual.norm(dim=1) > bound)
+        step = product / _dots(direction, pushed).clamp_min(SMALLEST)
+        x.addcmul_(step, direction)
+        residual.addcmul_(step, pushed, value=-1)
+        torch.mm(residual, inverse, out=z)
+        before, product = product, _dots(residual, z)
+        direction.mul_(product / before.clamp_min(SMALLEST)).add_(z)
+    return _finished(left, weights_DR, wanted_RH, x, (_dots(residual, residual) > bound)[:, 0])
 
 
 def _finished(
@@ -233,10 +234,19 @@ def _finished(
 
 def _sum(weights_DR: Tensor, parts: Iterable[Tensor]) -> Tensor:
     """sum_d w_dr x_d[r] of parts [R, H], one at a time."""
-    total = torch.zeros(())
+    total: Tensor | None = None
     for weights_R, part_RH in zip(weights_DR, parts, strict=True):
-        total = total + weights_R[:, None] * part_RH
+        if total is None:
+            total = weights_R[:, None] * part_RH
+        else:
+            total.addcmul_(weights_R[:, None], part_RH)
+    assert total is not None  # there are experts
     return total
+
+
+def _dots(one_RH: Tensor, other_RH: Tensor) -> Tensor:
+    """Row by row, [R, 1]."""
+    return torch.einsum("rh,rh->r", one_RH, other_RH)[:, None]  # holds no products
 
 
 def _shares(frequencies_DR: Tensor) -> Tensor:
