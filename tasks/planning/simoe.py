@@ -40,7 +40,7 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     yield _answers_row(recipe, shape, size)
     scored, precision = len(scored_models(recipe)), recipe.task_evaluation.precision
     asking = recipe.compute.of("task_evaluation")
-    needed = pruned_held(size, precision, asking.device)
+    needed = pruned_held(size, precision, device=asking.device)
     of_each = partial(memory.divided_bytes, needed, shape, precision, asking.device)
     yield Planned(
         "task_scores",

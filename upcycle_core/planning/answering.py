@@ -35,10 +35,10 @@ def answering_bytes(
     logits = (size + FP32) * rows * shape.vocabulary  # of the last position
     beside = activations_bytes(shape, batch, precision, device) + cache + logits
     weights = weights_held(shape, precision, device, experts=experts)
-    return beside + max(weights, pruned_held(pruned, precision, device))
+    return beside + max(weights, pruned_held(pruned, precision, device=device))
 
 
-def pruned_held(size: int, precision: Arithmetic, device: str) -> int:
+def pruned_held(size: int, precision: Arithmetic, *, device: str) -> int:
     """Anonymous memory of a pruned SIMoE's weights, which its files hold in fp32.
 
     Args:
