@@ -227,10 +227,10 @@ class SimoePreTrainedModel(PreTrainedModel):
 def _kept_positions(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, kept: int | Tensor
 ) -> int | Tensor:
-    """``logits_to_keep`` as positions, int64, but for 0, which is all: a copy of states lies
+    """``logits_to_keep`` as positions, int64, where that is some of them: a copy of states lies
     together. Of states that do not, torch copies a head without gradients for every row."""
     inputs = input_ids if inputs_embeds is None else inputs_embeds
-    if inputs is None or not isinstance(kept, int) or not kept:
+    if inputs is None or not isinstance(kept, int) or not 0 < kept < inputs.shape[1]:
         return kept
     length = inputs.shape[1]
-    return torch.arange(max(0, length - kept), length, device=inputs.device)
+    return torch.arange(length - kept, length, device="cpu")  # the head may be on any device
