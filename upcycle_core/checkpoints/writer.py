@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -76,8 +77,13 @@ def write_sharded(
     directory.mkdir(parents=True, exist_ok=True)
     shards = _plan(specs, max_shard_bytes)
     names = _shard_names(len(shards))
-    for file, shard in zip(names, shards, strict=True):
-        write_file(directory / file, shard, produce)
+    with ThreadPoolExecutor(1) as disk:  # gets one file while the next is written
+        synced: list[Future[None]] = []
+        for file, shard in zip(names, shards, strict=True):
+            _fill(directory / file, shard, produce, PYTORCH)
+            _await(synced)
+            synced.append(disk.submit(sync, directory / file))
+        _await(synced)
     earlier = {SINGLE_FILE, INDEX_FILE, *(path.name for path in directory.glob(SHARDS))}
     for file in earlier - set(names):
         (directory / file).unlink(missing_ok=True)
@@ -112,6 +118,11 @@ def sync_file(path: Path) -> None:
 def sync_directory(directory: Path) -> None:
     """Bring the names of the files in ``directory`` to the disk, where that can be asked."""
     sync(directory)
+
+
+def _await(synced: list[Future[None]]) -> None:
+    while synced:
+        synced.pop().result()
 
 
 def _plan(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
@@ -166,13 +177,20 @@ def write_file(
     Raises:
         ValueError: ``produce`` broke its promise.
     """
+    _fill(path, shard, produce, metadata)
+    sync(path)
+
+
+def _fill(
+    path: Path, shard: Sequence[TensorSpec], produce: Produce, metadata: Mapping[str, str]
+) -> None:
+    """Write one file, and leave it to the kernel when it comes to the disk."""
     header = _header(shard, metadata)
     with path.open("wb", buffering=0) as file:
         reserve(file, len(header) + sum(spec.nbytes for spec in shard))
         _write_all(file, header)
         for spec in shard:
             _write_tensor(file, spec, produce(spec.name))
-        _sync(file)
 
 
 def _write_tensor(file: BinaryIO, spec: TensorSpec, made: Produced) -> None:
