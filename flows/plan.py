@@ -21,6 +21,7 @@ from flows.running.command_line import command
 from flows.running.planned import in_vain
 from infra import settings as environment
 from infra.cluster.memory import held_bytes
+from tasks.data.texts import absent_texts
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
 from tasks.planning.machine import Machine, remote_directory
@@ -52,6 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(made.summary())
     for line in in_vain(recipe):
         print(line)
+    if absent := absent_texts(recipe):
+        print(f"Not there yet, and planned as no text: {', '.join(absent)}.")
     # Of a cluster that is named the machines are not known, unless they are described.
     is_local = settings.ray_address == "local" or bool(chosen.machine)
     raise_faults(made.faults(is_local=is_local))

@@ -32,6 +32,8 @@ OWN_KEYS = {
     "accelerator_type": "accelerator",
 }
 """What Ray calls the resources that have keys of their own."""
+LEAST_MEMORY = 10**6
+"""Bytes that a piece can reserve; who says less has left the unit out."""
 CALIBRATION = ("calibration", "elsewhere")
 """Texts that statistics are gathered on."""
 LEARNT = (".train", ".text")
@@ -300,6 +302,9 @@ def _idle_faults(where: str, asked: Resources, on_the_cpu: bool) -> Iterator[Fau
 
 
 def _reserved_faults(where: str, asked: Resources) -> Iterator[Fault]:
+    if asked.memory is not None and asked.memory < LEAST_MEMORY:
+        remedy = "is in bytes, and no piece begins with so few; write them out, as 24_000_000_000"
+        yield Fault(f"{where}.memory", asked.memory, remedy)
     amounts: dict[str, float] = {}
     for name, amount in asked.resources.items():
         if own := OWN_KEYS.get(name.partition(":")[0]):

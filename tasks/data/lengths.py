@@ -32,7 +32,7 @@ def read_lengths(recipe: Recipe, sections: Iterable[str]) -> dict[str, int]:
 def position_faults(
     recipe: Recipe, sections: Iterable[str], configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Fault]:
-    """Sequences that are longer than what a given model was made for.
+    """Sequences that are longer than what a given model was made for, prompts and answers included.
 
     What is built upon was made with its lengths, and goes on with them.
 
@@ -56,6 +56,26 @@ def position_faults(
         if length > limits[field] and where not in unread:
             remedy = f"longer than the {limits[field]} positions of {field}; shorten it"
             yield Fault(f"{where}.sequence_length", length, remedy)
+    for field, config in configs.items():
+        longest = config.get("max_position_embeddings")
+        if recipe.instructions.sources and isinstance(longest, int):
+            limit = f"the {longest} positions of {field}; shorten one"
+            yield from answer_faults(recipe, longest, limit)
+
+
+def answer_faults(recipe: Recipe, longest: int, limit: str) -> Iterator[Fault]:
+    """Instructions that may not fit what a model reads, together with their answers.
+
+    Args:
+        recipe: Of instruction tuning.
+        longest: Tokens that the model was made for; answers are generated within those, stretched
+            or not.
+        limit: Names them, and says what helps.
+    """
+    needed = recipe.tuning.training.sequence_length + recipe.tuning.max_new_tokens
+    if needed > longest:
+        remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than "
+        yield Fault("tuning.max_new_tokens", recipe.tuning.max_new_tokens, f"{remedy}{limit}")
 
 
 def positions(config: Mapping[str, Any]) -> int | None:

@@ -10,6 +10,7 @@ from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.sources import missing_patterns, source_faults, source_files
+from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
@@ -49,6 +50,14 @@ def named_texts(recipe: Recipe) -> dict[str, Source]:
     if recipe.seed_text is not None:
         named["seed_model.text"] = recipe.seed_text
     return named
+
+
+def absent_texts(recipe: Recipe) -> list[str]:
+    """Fields of texts and instructions with a file or pattern that nothing is there of."""
+    named: dict[str, Source | InstructionSource] = dict(named_texts(recipe))
+    named |= {f"instructions.sources.{n}": s for n, s in recipe.instructions.sources.items()}
+    folder = recipe.text_folder
+    return [field for field, source in named.items() if missing_patterns(source.files, folder)]
 
 
 def _same_faults(recipe: Recipe) -> Iterator[Fault]:
@@ -129,8 +138,8 @@ def missing_faults(recipe: Recipe) -> list[Fault]:
     named, gone = _named_models(recipe), gone_models(recipe)
     origins = any(domain.origin and domain.origin.model for domain in recipe.domains.values())
     read = len(named) > len(gone) or origins or recipe.tasks or recipe.instructions.sources
-    texts = named_texts(recipe).values()
-    if read or not (gone or any(missing_patterns(text, recipe.text_folder) for text in texts)):
+    texts, folder = named_texts(recipe).values(), recipe.text_folder
+    if read or not (gone or any(missing_patterns(text.files, folder) for text in texts)):
         return []
     return [*text_faults(recipe), *gone]
 

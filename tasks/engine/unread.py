@@ -16,6 +16,14 @@ LOOKED_AT = (
 LATER = "experts.continued"
 """What is read once an expert that is trained here has new text."""
 
+WORK = {
+    "seed": ("seed_model.training",),
+    "experts": ("experts.training",),
+    "post_training": ("post_training.training", "tuning.training"),
+    "task_evaluation": ("task_evaluation.batch_size",),
+}
+"""Settings of which one is read where there is work of a kind."""
+
 
 def unread(recipe: Recipe, stages: Collection[Stage]) -> list[str]:
     """Dotted keys, of settings or whole sections, that are given and that nothing reads.
@@ -28,7 +36,18 @@ def unread(recipe: Recipe, stages: Collection[Stage]) -> list[str]:
     read = {key for stage in stages for i in stage.items(recipe) for key in stage.keys(recipe, i)}
     if recipe.trains_experts:
         read.add(LATER)
-    return [key for name in LOOKED_AT for key in _unread(getattr(recipe, name), name, read)]
+    found = [key for name in LOOKED_AT for key in _unread(getattr(recipe, name), name, read)]
+    return found + [f"compute.{kind}" for kind in _idle(recipe, read)]
+
+
+def _idle(recipe: Recipe, read: Collection[str]) -> Iterator[str]:
+    """Kinds of work that something is reserved for, and that there is none of."""
+    work = {kind: any(_reads(read, of) for of in keys) for kind, keys in WORK.items()}
+    work["baselines"] = bool(recipe.baselines)
+    for field in fields(recipe.compute):
+        asked = getattr(recipe.compute, field.name)
+        if asked != _default(field) and not work.get(field.name, True):
+            yield field.name
 
 
 def _unread(section: Any, key: str, read: Collection[str]) -> Iterator[str]:

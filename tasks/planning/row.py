@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from infra.cluster.memory import GPU_SHARE
 from infra.recipe.resources import Resources
@@ -222,7 +223,7 @@ class Planned:
             remedies.append(f"compute.{self.kind}.streamed = auto")
         is_copied = dividing(self.resources) == 1
         if 0 < fewer < self.workers and is_copied and not self.resources.gpus:
-            remedies.append(f"compute.{self.kind}.workers = {fewer}")
+            remedies.append(self._fewer_workers(machine, fewer))
         elif fewer >= self.workers and not self.resources.gpus:
             remedies.append(f"compute.{self.kind}.memory = {needed}")
             remedies.append(f"compute.{self.kind}.cpus = {-(-machine.cpus // fewer)}")
@@ -254,6 +255,19 @@ class Planned:
         for setting in self.lighter(there // self.workers - beside, machine.gpus):
             if setting not in found:
                 yield f"{setting} and compute.{self.kind}.cpus = {machine.cpus // self.workers}"
+
+    def _fewer_workers(self, machine: Machine, most: int) -> str:
+        """The setting with which so many processes run side by side, of all trainings together.
+
+        A divisor of the workers shares the batches that they share.
+        """
+        workers = max(n for n in range(1, most + 1) if self.workers % n == 0)
+        resources: Any = self.resources  # of a training, the only kind that has workers
+        own = replace(self, resources=replace(resources, workers=workers))
+        said = f"compute.{self.kind}.workers = {workers}"
+        if own.at_once(machine) * workers <= most:
+            return said
+        return f"{said} and cpus = {-(-machine.cpus // most)}"
 
     def _without_gpus(self, machine: Machine, base: int) -> Iterator[str]:
         """The setting with which CPUs do what no GPU holds, where the machine's memory does."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from infra.recipe.checks import warmup_faults
 from infra.recipe.schema import Recipe, TuningConfig
+from tasks.data.lengths import answer_faults
 from tasks.simoe.rows import section
 from upcycle_core.baselines.config import Baseline
 from upcycle_core.corpora.tuning.config import InstructionsConfig
@@ -178,8 +179,5 @@ def _length_faults(where: str, config: TrainingConfig, recipe: Recipe) -> Iterat
         yield Fault(f"{where}.evaluation_steps", config.evaluation_steps, remedy)
     longest = recipe.seed_model.shape.max_positions
     if where == "tuning.training" and recipe.trains_seed:
-        needed = config.sequence_length + recipe.tuning.max_new_tokens
-        if needed > longest:
-            remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than "
-            remedy += f"seed_model.shape.max_positions = {longest}; shorten one or raise that"
-            yield Fault("tuning.max_new_tokens", recipe.tuning.max_new_tokens, remedy)
+        limit = f"seed_model.shape.max_positions = {longest}; shorten one or raise that"
+        yield from answer_faults(recipe, longest, limit)

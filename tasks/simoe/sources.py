@@ -11,7 +11,6 @@ from tasks.engine.stage import StageRun, stage
 from tasks.simoe.checks import is_tied, lengths, tied_heads
 from tasks.simoe.labels import needed_labels
 from tasks.simoe.limit import unchecked
-from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.corpora.tuning.prepare import instruction_faults, instruction_fingerprint
 from upcycle_core.errors import Fault, raise_faults
 
@@ -46,15 +45,9 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
 
 
 def _seed_faults(recipe: Recipe, cache: Path) -> Iterator[Fault]:
-    """A prompt and its answer that are longer than what a given seed reads; a head that is none."""
+    """A head that is to be trained, of a given seed that has none."""
     if recipe.seed_model.model is None:
         return
     place = given_model(recipe, recipe.seed_model.model, cache)
     if (faults := [*tied_heads(recipe)]) and is_tied(place):
         yield from faults
-    longest = CheckpointReader(place).config.get("max_position_embeddings")
-    needed = recipe.tuning.training.sequence_length + recipe.tuning.max_new_tokens
-    if longest is not None and needed > longest:
-        remedy = f"a prompt of sequence_length tokens and an answer are {needed}, more than the "
-        remedy += f"{longest} positions of {recipe.seed_model.model}; shorten one"
-        yield Fault("tuning.max_new_tokens", recipe.tuning.max_new_tokens, remedy)

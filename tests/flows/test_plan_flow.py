@@ -38,3 +38,21 @@ def test_the_machines_of_a_cluster_are_not_known_unless_they_are_described(plan_
     code, said = plan_of("--machine", "cpus=64", ray_address="ray://there:1")
     assert code == 2
     assert "Ray has 64 in all" in said
+
+
+def test_texts_that_are_not_there_are_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flows.plan.measured_rates", lambda home, again: None)
+    settings = replace(environment.configure(), home=tmp_path / "home")
+    monkeypatch.setattr(environment, "configure", lambda: settings)
+    domains = ("letters", "numbers")
+    values = pico_recipe(write_texts(tmp_path / "texts", domains=domains), domains=domains)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+
+    def said():
+        assert main([str(tmp_path / "recipe.yaml")]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "no text" in line]
+
+    assert said() == []
+    values["domains"]["numbers"]["heldout"] = {"files": [str(tmp_path / "texts/new/*.txt")]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    assert said() == ["Not there yet, and planned as no text: domains.numbers.heldout."]

@@ -173,9 +173,9 @@ def source_faults(
     ]
 
 
-def missing_patterns(source: Source, folder: Path | None) -> list[str]:
-    """Patterns of a source that no file matches; nothing is read."""
-    return [pattern for pattern in source.files if not _matches(pattern, folder)]
+def missing_patterns(patterns: Iterable[str], folder: Path | None) -> list[str]:
+    """Patterns of a source's ``files`` that no file matches; nothing is read."""
+    return [pattern for pattern in patterns if not _matches(pattern, folder)]
 
 
 def _filled(reference: str, folder: Path | None) -> str:

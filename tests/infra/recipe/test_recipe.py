@@ -188,6 +188,11 @@ def test_all_faults_come_in_one_message(values):
             "use 1 or 2",
         ),
         (
+            {"compute": {"statistics": {"memory": 24}}},
+            "compute.statistics.memory = 24: is in bytes, and no piece begins with so few; write "
+            "them out, as 24_000_000_000",
+        ),
+        (
             {"compute": {"statistics": {"gpus": 1.5}}},
             "compute.statistics.gpus = 1.5: a piece computes on one GPU, and the others would be "
             "idle; use 1",

@@ -61,3 +61,7 @@ def test_nothing_that_is_trained_is_read_where_experts_are_given(values):
         del domain["train"]
     given = ["seed_model.shape", "seed_model.training", "experts.training"]
     assert found(validate(values)) == ["tokenizer.vocabulary_size", *given]
+    values["compute"] = {"experts": {"workers": 2}, "statistics": {"cpus": 2}}
+    values["compute"] |= {kind: {"cpus": 2} for kind in ("baselines", "task_evaluation")}
+    idle = [f"compute.{kind}" for kind in ("experts", "task_evaluation", "baselines")]
+    assert found(validate(values)) == ["tokenizer.vocabulary_size", *given, *idle]

@@ -729,15 +729,30 @@ def test_all_workers_of_a_training_are_on_the_machine(tmp_path, llama):
     assert held < divided.memory < held + gathered
 
 
-def test_more_workers_than_fit_are_named(tmp_path, llama):
-    small = Machine(memory=400 * 10**9, cpus=8, disk=10**13)
-    sections = {"experts": {"training": FEW}, "compute": {"experts": {"workers": 4}}}
-    said, remedy = faults(made(tmp_path, llama, ready=False, machine=small, **sections))[
-        "compute.experts"
-    ]
-    assert "8 x" in said
-    assert "compute.experts.workers = 2" in remedy
-    assert "compute.experts.cpus" not in remedy
+@pytest.mark.parametrize(
+    ("memory", "workers", "fitting"),
+    [
+        (400, 4, {"workers": 2, "cpus": 4}),  # of five experts two would be side by side
+        (700, 6, {"workers": 3, "cpus": 3}),  # four fit, and do not share what six do
+        (200, 4, {"workers": 1, "cpus": 8}),
+    ],
+)
+def test_workers_that_fit_are_named_with_what_keeps_others_from_beside_them(
+    tmp_path, llama, memory, workers, fitting
+):
+    small = Machine(memory=memory * 10**9, cpus=8, disk=10**14)
+    training = {**FEW, "gradient_accumulation": 12}
+
+    def refusal(**resources):
+        sections = {"experts": {"training": training}, "compute": {"experts": resources}}
+        found = made(tmp_path, llama, ready=False, machine=small, **sections)
+        return faults(found).get("compute.experts", ("", ""))
+
+    said, remedy = refusal(workers=workers)
+    assert f"{8 // workers * workers} x" in said
+    named = " and ".join(f"{name} = {value}" for name, value in fitting.items())
+    assert f"compute.experts.{named}" in remedy
+    assert not any(refusal(**fitting))
 
 
 def test_as_many_workers_as_there_are_are_no_remedy(tmp_path, llama):

@@ -1,5 +1,8 @@
 """What a plan says of SIMoE's training, and of its scores on tasks."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 from pico import pico_config
 from project import ROOT
@@ -7,8 +10,10 @@ from project import ROOT
 from tasks.planning.joined import mixture_row
 from tasks.planning.machine import Machine
 from tasks.planning.plan import plan
+from tasks.planning.subjects import subjects_of
 from tasks.recipes import load_recipe, validate
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.errors import InputError
 from upcycle_core.planning.shape import Shape
 from upcycle_core.planning.trained import gate_parameters, gated_parameters
 from upcycle_core.simoe.config import SimoeUpcyclingConfig
@@ -111,3 +116,21 @@ def test_a_setting_of_answers_is_named_once(tmp_path):
     [fault] = answers.memory_faults(machine, found.base)
     settings = [setting.partition(" and ")[0] for setting in fault.remedy.split(" or ")]
     assert settings == ["tuning.batch_size = 256", "tuning.precision = bf16"]
+
+
+@pytest.mark.parametrize(("tokens", "is_refused"), [(64, False), (65, True)])
+def test_answers_that_a_seed_has_no_positions_for_are_refused(tmp_path, llama, tokens, is_refused):
+    config = json.loads((llama / "config.json").read_text()) | {"max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = {
+        "seed_model.model": tmp_path,
+        "tuning.training": "{steps: 400, sequence_length: 64}",
+        "tuning.max_new_tokens": tokens,
+    }
+    recipe = load_recipe(ROOT / "recipes/simoe.yaml", [f"{k}={v}" for k, v in asked.items()])
+    with nullcontext() if not is_refused else pytest.raises(InputError) as refused:
+        subjects_of(recipe, tmp_path / "models")
+    if is_refused:
+        (fault,) = refused.value.faults
+        assert fault.field == "tuning.max_new_tokens"
+        assert "are 129, more than the 128 positions of seed_model.model" in fault.remedy
