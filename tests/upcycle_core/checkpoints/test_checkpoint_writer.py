@@ -1,5 +1,7 @@
+import errno
 import json
 import os
+import threading
 import weakref
 from pathlib import Path
 
@@ -221,3 +223,36 @@ def test_a_folder_of_a_file_system_that_syncs_none_is_written_in():
     sync_directory(proc)
     with pytest.raises(OSError, match="Invalid argument"):
         sync_file(proc / "self" / "stat")
+
+
+THREE = [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("full", THREE)
+def test_a_file_that_the_disk_does_not_take_is_said(tmp_path, monkeypatch, full):
+    def taken(path):
+        if path.name == full:
+            raise OSError(errno.EIO, "the disk is broken", str(path))
+
+    monkeypatch.setattr("upcycle_core.checkpoints.writer.sync", taken)
+    with pytest.raises(OSError, match=f"the disk is broken: '.*{full}'"):
+        write(tmp_path, {name: torch.ones(50) for name in "abc"}, max_shard_bytes=200)
+
+
+def test_a_file_goes_to_the_disk_while_the_next_is_written(tmp_path, monkeypatch):
+    reached, written = threading.Event(), threading.Event()
+
+    def held(path):
+        if path.name == THREE[0]:
+            reached.set()
+            assert written.wait(10)
+
+    def produce(name):
+        if name == "b":
+            assert reached.wait(10)
+            written.set()
+        return torch.ones(50)
+
+    monkeypatch.setattr("upcycle_core.checkpoints.writer.sync", held)
+    specs = [TensorSpec(name, (50,), torch.float32) for name in "abc"]
+    write_sharded(tmp_path, specs, produce, max_shard_bytes=200)
