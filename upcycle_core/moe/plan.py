@@ -18,6 +18,7 @@ from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.backbone.average import average_tensors
 from upcycle_core.backbone.write import Plan, common_config, common_type, type_faults
 from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.writer import Produced
 from upcycle_core.errors import Fault
 
 Part = Literal["gate", "up", "down"]
@@ -72,15 +73,21 @@ class Parts:
         """Type of the weights."""
         return common_type(self.shared)
 
-    def shared_tensor(self, name: str) -> torch.Tensor:
+    def shared_values(self, name: str) -> Produced:
         """A tensor outside the experts: the backbone's own, or the experts' mean."""
         if len(self.shared) == 1:
-            return self.shared[0].tensor(name)
+            return self.shared[0].pieces(name)
         return average_tensors(self.shared, name)
 
     def own_tensor(self, reader: CheckpointReader, name: str) -> torch.Tensor:
         """An expert's tensor, in the type of the weights."""
         return reader.tensor(name).to(self.dtype)
+
+    def own_values(self, reader: CheckpointReader, name: str) -> Produced:
+        """The same for another file, as it lies in its own where that has the type."""
+        if reader.tensors[name].dtype == self.dtype:
+            return reader.pieces(name)
+        return self.own_tensor(reader, name)
 
     def faults(self) -> list[Fault]:
         """What speaks against joining them: tensors that do not fit, types that hold less."""
@@ -110,7 +117,7 @@ def moe_plan(parts: Parts, routers: Mapping[int, torch.Tensor], edit: Edit | Non
     plan: Plan = {}
     for name, shape in dense.items():
         if name not in layer_of:
-            plan[name] = shape, parts.dtype, partial(parts.shared_tensor, name)
+            plan[name] = shape, parts.dtype, partial(parts.shared_values, name)
         elif name == family.ffn(layer_of[name]).gate:
             layer = layer_of[name]
             plan |= _moe_layer(parts, layer, routers[layer], edit)
@@ -128,9 +135,10 @@ def _moe_layer(parts: Parts, layer: int, router_HD: torch.Tensor, edit: Edit | N
     for index, reader in enumerate(parts.experts):
         names = zip(kinds, family.ffn(layer), target.expert_ffn(layer, index), strict=True)
         for part, old, new in names:
-            source = partial(parts.own_tensor, reader, old)
+            source: Callable[[], Produced] = partial(parts.own_values, reader, old)
             if edit is not None:
-                source = partial(_edited, edit, (layer, index, part), source, dtype)
+                read = partial(parts.own_tensor, reader, old)
+                source = partial(_edited, edit, (layer, index, part), read, dtype)
             plan[new] = reader.tensors[old].shape, dtype, source
     return plan
 

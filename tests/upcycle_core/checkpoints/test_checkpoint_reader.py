@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.pico import save_pico
-from upcycle_core.checkpoints.reader import CheckpointReader
+from upcycle_core.checkpoints.reader import BUFFER, CheckpointReader
 from upcycle_core.errors import InputError
 
 
@@ -67,9 +67,37 @@ def test_a_tensor_is_mapped_rather_than_copied(tmp_path):
     assert anonymous_kb() - before < 16_000  # the tensor has 62_500 kB
 
 
+@pytest.mark.parametrize("count", [0, 1, BUFFER // 2 - 1, BUFFER // 2, BUFFER + 3])
+def test_pieces_are_a_tensor_s_values_in_order(tmp_path, count):
+    torch.manual_seed(0)
+    values = torch.randn(count).to(torch.bfloat16)
+    others = {"before": torch.ones(3), "behind": torch.ones(5, dtype=torch.float64)}
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"values": values, **others}, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path)
+    for name, tensor in {"values": values, **others}.items():
+        found = [piece.clone() for piece in reader.pieces(name)]
+        assert all(piece.nbytes <= BUFFER for piece in found)
+        assert torch.equal(torch.cat([torch.empty(0, dtype=tensor.dtype), *found]), tensor)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_said(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    save_file({"values": torch.ones(BUFFER // 2)}, file)  # two buffers
+    pieces = CheckpointReader(tmp_path, field="experts.law").pieces("values")
+    assert next(pieces).sum() == BUFFER // 4
+    with file.open("r+b") as opened:
+        opened.truncate(BUFFER)
+    with pytest.raises(InputError, match=r"experts\.law = .* has become shorter"):
+        next(pieces)
+
+
 def test_an_unknown_tensor_is_named(pico):
     with pytest.raises(InputError, match=r"has no tensor model\.nowhere"):
         CheckpointReader(pico).tensor("model.nowhere")
+    with pytest.raises(InputError, match=r"has no tensor model\.nowhere"):
+        next(CheckpointReader(pico).pieces("model.nowhere"))
 
 
 def test_a_directory_without_anything_is_refused_with_both_faults(tmp_path):

@@ -100,7 +100,7 @@ def _bam_plan(
             plan[f"{attention}.router.weight"] = router
         for index, reader in enumerate(parts.experts):
             own = f"{attention}.experts.{index}.{projection}.weight"
-            plan[own] = *entry[:2], partial(parts.own_tensor, reader, name)
+            plan[own] = *entry[:2], partial(parts.own_values, reader, name)
     return plan
 
 
