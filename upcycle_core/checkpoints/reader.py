@@ -120,10 +120,8 @@ class CheckpointReader:
             InputError: The checkpoint has no such tensor, or its file has become shorter.
         """
         info = self._info(name)
-        path, left = (
-            self.directory / info.file,
-            torch.Size(info.shape).numel() * info.dtype.itemsize,
-        )
+        path = self.directory / info.file
+        left = torch.Size(info.shape).numel() * info.dtype.itemsize
         buffer = torch.empty(min(left, BUFFER), dtype=torch.uint8)
         with path.open("rb") as file:
             file.seek(self._starts(info.file)[name])
