@@ -4,14 +4,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.recipe.schema import Recipe
 from upcycle_core.checkpoints.hashing import sha256_file
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.corpora.config import Source
 from upcycle_core.corpora.sources import missing_patterns, source_faults, source_files
-from upcycle_core.corpora.tuning.config import InstructionSource
 from upcycle_core.errors import Fault
+
+if TYPE_CHECKING:
+    from upcycle_core.corpora.tuning.config import InstructionSource
 
 TEXTS = ("train", "calibration", "heldout", "elsewhere")
 
