@@ -11,10 +11,12 @@ from tasks.planning.lighter import fewer_rows
 from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
 from tasks.planning.row import Planned
 from tasks.planning.scored import enough
+from tasks.simoe.checks import tied_heads
 from tasks.simoe.labels import planned_labels
 from tasks.simoe.rows import SIMOE, section, tuned
 from tasks.training import trained_rows
 from upcycle_core.baselines.config import Baseline
+from upcycle_core.errors import raise_faults
 from upcycle_core.planning import memory
 from upcycle_core.planning.answering import answering_bytes, pruned_held
 from upcycle_core.planning.rates import Arithmetic
@@ -25,8 +27,13 @@ ASKED = 3
 
 
 def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
-    """A row a stage, in the order in which they run."""
+    """A row a stage, in the order in which they run.
+
+    Raises:
+        InputError: Experts of a head are asked for that the seed does not have.
+    """
     shape, tuning = subjects.shape, recipe.tuning
+    raise_faults(tied_heads(recipe) if shape.is_tied else [])
     yield from text_rows(recipe, subjects)
     seed = seed_row(recipe, shape)
     if seed is not None:

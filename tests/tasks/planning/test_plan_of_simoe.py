@@ -118,6 +118,18 @@ def test_a_setting_of_answers_is_named_once(tmp_path):
     assert settings == ["tuning.batch_size = 256", "tuning.precision = bf16"]
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_experts_of_a_head_that_is_the_embedding_are_refused(tmp_path, llama, is_tied):
+    config = json.loads((llama / "config.json").read_text()) | {"tie_word_embeddings": is_tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = [f"seed_model.model={tmp_path}", "simoe.lm_head=true", "tuning.training={steps: 400}"]
+    recipe = load_recipe(ROOT / "recipes/simoe.yaml", asked)
+    with nullcontext() if not is_tied else pytest.raises(InputError) as refused:
+        plan(recipe, tmp_path, Machine(10**11, 1, 10**13), base=500_000_000)
+    if is_tied:
+        assert [fault.field for fault in refused.value.faults] == ["simoe.lm_head"]
+
+
 @pytest.mark.parametrize(("tokens", "is_refused"), [(64, False), (65, True)])
 def test_answers_that_a_seed_has_no_positions_for_are_refused(tmp_path, llama, tokens, is_refused):
     config = json.loads((llama / "config.json").read_text()) | {"max_position_embeddings": 128}
@@ -134,3 +146,16 @@ def test_answers_that_a_seed_has_no_positions_for_are_refused(tmp_path, llama, t
         (fault,) = refused.value.faults
         assert fault.field == "tuning.max_new_tokens"
         assert "are 129, more than the 128 positions of seed_model.model" in fault.remedy
+
+
+def test_answers_have_the_positions_of_a_stretched_rope(tmp_path, llama):
+    config = json.loads((llama / "config.json").read_text()) | {"max_position_embeddings": 64}
+    config |= {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    training = "tuning.training={steps: 400, sequence_length: 64}"
+    asked = [f"seed_model.model={tmp_path}", training, "tuning.max_new_tokens="]
+    recipe = load_recipe(ROOT / "recipes/simoe.yaml", [*asked[:2], f"{asked[2]}64"])
+    subjects_of(recipe, tmp_path / "models")
+    recipe = load_recipe(ROOT / "recipes/simoe.yaml", [*asked[:2], f"{asked[2]}65"])
+    with pytest.raises(InputError, match="more than the 128 positions"):
+        subjects_of(recipe, tmp_path / "models")
