@@ -15,6 +15,16 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> "Gene
     return Generator(Path(path), **(model_config or {}))
 
 
+def _context(config: Any) -> int | None:
+    """Tokens that the model was made for; some ropes are stretched beyond what it says."""
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if longest is None or not isinstance(factor, int | float):
+        return longest
+    return max(longest, int(factor * (before or longest)))
+
+
 class Generator:
     """Answers prompts with a registered checkpoint.
 
@@ -60,7 +70,7 @@ class Generator:
 
     def _continued(self, prompt: str, asked: dict[str, Any]) -> str:
         ids_1S = self._ids(prompt, chat=asked["chat"])
-        context = getattr(self.model.config, "max_position_embeddings", None)
+        context = _context(self.model.config)
         length = ids_1S.shape[1]
         if not length:
             raise ValueError("the prompt is empty; write something")

@@ -5,6 +5,7 @@ from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.engine.params import value_at
+from upcycle_core.architectures.resolve import stretched
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.symphony.config import SymphonyConfig
 
@@ -56,11 +57,9 @@ def position_faults(
         if length > limits[field] and where not in unread:
             remedy = f"longer than the {limits[field]} positions of {field}; shorten it"
             yield Fault(f"{where}.sequence_length", length, remedy)
-    for field, config in configs.items():
-        longest = config.get("max_position_embeddings")
-        if recipe.instructions.sources and isinstance(longest, int):
-            limit = f"the {longest} positions of {field}; shorten one"
-            yield from answer_faults(recipe, longest, limit)
+    for field, longest in limits.items() if recipe.instructions.sources else ():
+        limit = f"the {longest} positions of {field}; shorten one"
+        yield from answer_faults(recipe, longest, limit)
 
 
 def answer_faults(recipe: Recipe, longest: int, limit: str) -> Iterator[Fault]:
@@ -68,8 +67,7 @@ def answer_faults(recipe: Recipe, longest: int, limit: str) -> Iterator[Fault]:
 
     Args:
         recipe: Of instruction tuning.
-        longest: Tokens that the model was made for; answers are generated within those, stretched
-            or not.
+        longest: Tokens that the model was made for.
         limit: Names them, and says what helps.
     """
     needed = recipe.tuning.training.sequence_length + recipe.tuning.max_new_tokens
@@ -79,11 +77,8 @@ def answer_faults(recipe: Recipe, longest: int, limit: str) -> Iterator[Fault]:
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
-    """Tokens that a model was made for; None where its config.json does not say it.
-
-    Some ropes are stretched beyond what ``max_position_embeddings`` says: by a factor of it, or of
-    the length before. Others' number is the stretched one already.
-    """
+    """Tokens that a model was made for, as ``stretched`` counts them; None where its config.json
+    does not say it."""
     from upcycle_core.architectures.families import family_of
 
     longest = config.get("max_position_embeddings")
@@ -93,7 +88,4 @@ def positions(config: Mapping[str, Any]) -> int | None:
         rope = family_of(config).resolve(config)["rope_parameters"]
     except InputError:  # said already
         return None
-    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if not isinstance(factor, int | float):
-        return longest
-    return max(longest, int(factor * (before if isinstance(before, int) else longest)))
+    return stretched(longest, rope)

@@ -16,6 +16,7 @@ from infra.services.ports import HOST
 from infra.serving.engine import Launch, free_port
 from infra.settings import REPOSITORY, Settings, environment_of
 from infra.tracking.records import Version
+from upcycle_core.architectures.resolve import stretched
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 if TYPE_CHECKING:
@@ -252,10 +253,12 @@ def has_template(directory: Path) -> bool:
 
 
 def _context(config: dict[str, Any]) -> int | None:
-    """Tokens that the model has room for."""
+    """Tokens that the model has room for, where its rope is stretched beyond what it says, too."""
     dense = config.get("dense") or config.get("text_config") or {}
-    room = config.get("max_position_embeddings", dense.get("max_position_embeddings"))
-    return room if isinstance(room, int) else None
+    known = {**dense, **config}
+    room = known.get("max_position_embeddings")
+    rope = known.get("rope_parameters") or known.get("rope_scaling") or {}
+    return stretched(room, rope) if isinstance(room, int) else None
 
 
 def _weights(directory: Path, config: dict[str, Any], precision: Precision) -> int:

@@ -98,6 +98,22 @@ def _rope(full: dict) -> dict:
     return rope
 
 
+def stretched(longest: int, rope: Mapping) -> int:
+    """Tokens that a model with this rope was made for.
+
+    Some ropes are stretched beyond what ``max_position_embeddings`` says: by a factor of it, or of
+    the length before. Others' number is the stretched one already.
+
+    Args:
+        longest: ``max_position_embeddings``.
+        rope: ``rope_parameters``.
+    """
+    factor, before = rope.get("factor"), rope.get(FIRST_LENGTH)
+    if not isinstance(factor, int | float):
+        return longest
+    return max(longest, int(factor * (before if isinstance(before, int) else longest)))
+
+
 def _windows(full: Mapping) -> dict:
     """Qwen's sliding windows: none unless switched on, then from layer ``max_window_layers`` on."""
     window = full["sliding_window"] if full["use_sliding_window"] else None

@@ -1,5 +1,7 @@
 """The code that lies beside every version: what it answers is text, and what it cannot is said."""
 
+import json
+
 import pytest
 from talking import CONTEXT, save_talkative
 from tokenizers import processors
@@ -59,6 +61,21 @@ def test_an_answer_ends_where_the_model_s_context_does(generator, monkeypatch):
     monkeypatch.setattr(generator.model, "generate", kept)
     generator.predict([prompt], {"max_new_tokens": 8})
     assert asked["all"].shape[1] <= CONTEXT
+
+
+def test_a_stretched_rope_has_the_positions_that_it_is_stretched_to(tmp_path):
+    model = save_talkative(tmp_path)
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": CONTEXT}
+    config["rope_parameters"] |= rope
+    path.write_text(json.dumps(config))
+    stretched = Generator(model)
+    words, last = "a " * CONTEXT, {"max_new_tokens": 1}
+    assert CONTEXT < stretched._ids(words, chat=False).shape[1] < 2 * CONTEXT
+    assert isinstance(stretched.predict([words], last)[0], str)
+    with pytest.raises(ValueError, match=f"the model's context {2 * CONTEXT}"):
+        stretched.predict([words * 2], last)
 
 
 @pytest.mark.parametrize("bos", ["auto", "always", "never"])

@@ -21,7 +21,7 @@ from infra.tracking import copies
 from infra.tracking.records import Registration, Version
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Tracker
-from tasks.serving.engines import EngineChoice, _command, clear_folder, launcher
+from tasks.serving.engines import EngineChoice, _command, _context, clear_folder, launcher
 from tests import warm
 
 
@@ -51,6 +51,15 @@ def test_transformers_engine_logs_no_requests():
 def test_vllm_is_told_to_log_no_requests():
     choice = EngineChoice("vllm", "cpu", "fp32", python=Path("python"))
     assert "--disable-uvicorn-access-log" in _command(Path("moe"), "moe-1", 8000, choice)[0]
+
+
+def test_a_server_has_the_context_of_a_stretched_rope():
+    """As vLLM counts it, which would serve no prompt beyond what the server lets through."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    said = {"max_position_embeddings": 32768, "rope_parameters": {"rope_type": "default"}}
+    stretched = {**said, "rope_parameters": yarn}
+    assert [*map(_context, [said, stretched])] == [32768, 131072]
+    assert [*map(_context, [{"dense": stretched}, {}])] == [131072, None]
 
 
 class Remote:

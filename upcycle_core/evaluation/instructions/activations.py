@@ -20,6 +20,7 @@ from upcycle_core.evaluation.instructions.answers import (
     Row,
     batches,
     encode_prompts,
+    positions,
     task_ids,
 )
 from upcycle_core.plain import Plain
@@ -164,7 +165,7 @@ def expert_activations(
         remedy = "it has no expert coefficients; give a SIMoE model"
         raise InputError(Fault("model", str(model_dir), remedy))
     tokenizer = load_tokenizer(model_dir)
-    longest = max_prompt_tokens or model.config.max_position_embeddings
+    longest = max_prompt_tokens or positions(model.config)
     prompts = encode_prompts(tokenizer, rows, max_prompt_tokens=longest, bos=bos)
     progress = progress or Silent()
     progress.start("routing", len(rows), "prompts")

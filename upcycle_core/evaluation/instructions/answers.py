@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from upcycle_core.architectures.resolve import stretched
 from upcycle_core.checkpoints.load import load_causal_lm
 from upcycle_core.checkpoints.tokenizer import load_tokenizer
 from upcycle_core.corpora.config import Bos
@@ -184,10 +185,18 @@ def task_ids(config: Any, rows: Sequence[Row], device: str) -> dict[str, Tensor]
     return {"task_ids": torch.tensor(found, device=device)}
 
 
+def positions(config: Any) -> int:
+    """Tokens that a loaded model was made for, beyond ``max_position_embeddings`` where its rope is
+    stretched."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return stretched(config.max_position_embeddings, rope)
+
+
 def _room(config: Any, max_new_tokens: int) -> int:
-    room = config.max_position_embeddings - max_new_tokens
+    longest = positions(config)
+    room = longest - max_new_tokens
     if room < 1:
-        remedy = f"the model holds {config.max_position_embeddings} tokens; leave room for a prompt"
+        remedy = f"the model holds {longest} tokens; leave room for a prompt"
         raise_faults([Fault("max_new_tokens", max_new_tokens, remedy)])
     return room
 

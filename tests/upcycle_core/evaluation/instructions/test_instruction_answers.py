@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -191,6 +192,22 @@ def test_faults_are_told_before_a_model_is_read(models, tmp_path):
         expert_activations(models["dense"], rows())
     with pytest.raises(InputError, match="nothing to route"):
         expert_activations(models["simoe"], [])
+
+
+@pytest.mark.parametrize("kind", ["dense", "simoe"])
+def test_prompts_are_cut_at_the_positions_of_a_stretched_rope(models, tmp_path, kind):
+    prompt = [{"prompt": "long " * 30, "task": "t0", "category": "c"}]  # 150 of 128 positions
+    assert answer(models[kind], prompt, max_new_tokens=1).truncated == 1
+    shutil.copytree(models[kind], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checksums.json").unlink(missing_ok=True)  # of what is altered here
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.get("dense", config)["rope_parameters"]
+    rope |= {"rope_type": "linear", "factor": 2.0}
+    path.write_text(json.dumps(config))
+    assert answer(tmp_path, prompt, max_new_tokens=1).truncated == 0
+    with pytest.raises(InputError, match="the model holds 256 tokens"):
+        answer(tmp_path, prompt, max_new_tokens=256)
 
 
 @pytest.mark.parametrize("kind", ["simoe", "token", "task"])
