@@ -16,6 +16,7 @@ from tasks.planning.parts import (
     joined,
     parents_row,
     seed_row,
+    statistics_pass,
     text_rows,
     tokens_of,
 )
@@ -51,7 +52,7 @@ def _joining_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     }
     if recipe.experts.repair != "none":
         yield _repaired_row(recipe, subjects, shape, passes)
-    yield _statistics_row(recipe, subjects, shape, passes)
+    yield _statistics_row(recipe, subjects, shape)
     yield _router_row(recipe, subjects, shape)
     if repairs_routed(recipe):
         yield _routed_row(recipe, subjects, shape)
@@ -127,34 +128,20 @@ def _with_fitted_head(
     )
 
 
-def _statistics_row(
-    recipe: Recipe, subjects: Subjects, shape: Shape, passes: dict[str, Any]
-) -> Planned:
-    config, device = recipe.statistics, recipe.compute.statistics.device
+def _statistics_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
+    config, domains = recipe.statistics, subjects.domains
     read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
     counts = [len(calibration_splits(recipe, domain)) for domain in recipe.domains]
     texts, file = sum(counts), memory.statistics_file_bytes(shape, config)
     return Planned(
         "statistics",
+        domains,
         pieces=texts * config.shards,
         kept=texts * file,
         each=max(counts) * config.shards * file,  # until they are added up
         read=texts * config.shards * shape.stored,
         flops=texts * work.statistics_flops(shape, read, length) or None,
-        precision=config.precision,
-        memory=memory.statistics_bytes(shape, config, device=device),
-        streamed=memory.streamed_statistics_bytes(shape, config, device=device),
-        states=memory.streamed_states_bytes(
-            shape, config.precision, max(counts) * read, device=device
-        ),
-        lighter=lighter_pass(
-            "statistics",
-            config,
-            recipe.compute.statistics,
-            partial(memory.statistics_bytes, shape, device=device),
-            partial(memory.streamed_statistics_bytes, shape, device=device),
-        ),
-        **passes,
+        **statistics_pass(recipe, shape, max(counts) * read),
     )
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ import torch
 from infra.recipe.resources import WorkerResources
 from infra.recipe.schema import Recipe
 from tasks.data.given import given_type
-from tasks.planning.lighter import Lighter, method_of, worker_bytes
+from tasks.planning.lighter import Lighter, lighter_pass, method_of, worker_bytes
 from tasks.planning.row import FP32, Planned
 from upcycle_core.checkpoints.load import DTYPES
-from upcycle_core.planning import work
+from upcycle_core.planning import memory, work
 from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
 from upcycle_core.training.config import ExpertTrainingConfig, TrainingConfig
@@ -217,6 +218,33 @@ def as_given(recipe: Recipe, shape: Shape) -> Shape:
 def in_type(shape: Shape, dtype: torch.dtype) -> Shape:
     """The shape of the same weights in another type."""
     return replace(shape, itemsize=dtype.itemsize, dtype=dtype)
+
+
+def statistics_pass(recipe: Recipe, shape: Shape, read: int) -> dict[str, Any]:
+    """What pieces of statistics hold and reserve, as fields of a row.
+
+    Args:
+        recipe: The recipe.
+        shape: The dense model that is passed through.
+        read: Tokens of hidden states that an item's files hold where it goes layer by layer.
+    """
+    config, resources = recipe.statistics, recipe.compute.statistics
+    device = resources.device
+    return {
+        "kind": "statistics",
+        "resources": resources,
+        "precision": config.precision,
+        "memory": memory.statistics_bytes(shape, config, device=device),
+        "streamed": memory.streamed_statistics_bytes(shape, config, device=device),
+        "states": memory.streamed_states_bytes(shape, config.precision, read, device=device),
+        "lighter": lighter_pass(
+            "statistics",
+            config,
+            resources,
+            partial(memory.statistics_bytes, shape, device=device),
+            partial(memory.streamed_statistics_bytes, shape, device=device),
+        ),
+    }
 
 
 def tokens_of(asked: int | None, texts: Mapping[str, int]) -> int:

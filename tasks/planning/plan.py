@@ -77,7 +77,7 @@ class Plan:
     @property
     def coming(self) -> list[Planned]:
         """What is not made yet."""
-        return [row.to_come() for row in self.rows if not row.is_done]
+        return [kind.to_come() for row in self.rows if not row.is_done for kind in row.kinds]
 
     @property
     def disk(self) -> int:
@@ -157,7 +157,7 @@ class Plan:
     def table(self) -> str:
         """The rows as Markdown."""
         lines = [f"| {' | '.join(HEAD)} |", f"| --- {'| ---: ' * (len(HEAD) - 1)}|"]
-        for row in self.rows:
+        for row in (kind for stage in self.rows for kind in stage.kinds):
             where = " (GPU)" if row.resources.gpus else ""
             base = 0 if row.resources.gpus else self.base
             took, holding = row.seconds(self.machine, self.rates), row.holding(self.machine)

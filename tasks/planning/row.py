@@ -47,6 +47,8 @@ class Planned:
         rest: What those that are not need, where items are not alike; their share of all by
             default.
         in_parts: Whether DVC's remote holds what it is made from in its place.
+        also: Pieces of another kind that the stage runs, not while these run; all that it publishes
+            and holds on the disk is said here.
     """
 
     stage: str
@@ -75,6 +77,14 @@ class Planned:
     made: int = 0
     rest: "Planned | None" = None
     in_parts: bool = False
+    also: "Planned | None" = None
+
+    @property
+    def kinds(self) -> "list[Planned]":
+        """The row, and the one of its pieces of another kind where there are such."""
+        if self.also is None:
+            return [self]
+        return [self, replace(self.also, items=self.items, made=self.made)]
 
     @property
     def is_done(self) -> bool:
@@ -179,6 +189,9 @@ class Planned:
             machine: Where it runs.
             base: Bytes of an interpreter with its libraries.
         """
+        if self.also is not None:
+            apart = replace(self, also=None).fitted(machine, base)
+            return replace(apart, also=self.also.fitted(machine, base))
         if self.streamed is None:
             return self
         needed, there = self.at_once(machine) * (self.memory + base), machine.memory

@@ -1,6 +1,6 @@
 """What the stages of Symphony-MoE will need."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from tasks.planning.parts import (
     experts_row,
     joined,
     parents_row,
+    statistics_pass,
     text_rows,
     tokens_of,
 )
@@ -77,19 +78,19 @@ def _pairs_rows(recipe: Recipe, subjects: Subjects, shape: Shape) -> Iterator[Pl
     every, ways = variants(recipe), set(pairings(recipe).values())
     found = [_pair(recipe, subjects, shape, every[name]) for name in sorted(ways)]
     if found:
-        largest = max(found, key=lambda row: row.memory)
-        yield replace(
-            largest,
-            items=len(found),
-            pieces=sum(row.pieces for row in found),
-            kept=sum(row.kept for row in found),
-            read=sum(row.read for row in found),
-            flops=None if any(row.flops is None for row in found) else _flops(found),
-        )
+        yield replace(_together(found), items=len(found))
 
 
-def _flops(rows: Sequence[Planned]) -> int:
-    return sum(row.flops or 0 for row in rows)
+def _together(rows: Collection[Planned]) -> Planned:
+    """One row of several of a kind, of which one is at work at a time."""
+    is_known = all(row.flops is not None for row in rows)
+    return replace(
+        max(rows, key=lambda row: row.memory),
+        pieces=sum(row.pieces for row in rows),
+        kept=sum(row.kept for row in rows),
+        read=sum(row.read for row in rows),
+        flops=sum(row.flops or 0 for row in rows) if is_known else None,
+    )
 
 
 def _pair(recipe: Recipe, subjects: Subjects, shape: Shape, variant: SymphonyConfig) -> Planned:
@@ -149,6 +150,7 @@ def _experts_of(recipe: Recipe, name: str) -> int:
 def _starts_row(recipe: Recipe, subjects: Subjects, own: Shape, union: Shape) -> Planned:
     """Every way of joining: alignment, backbone, routers, assembly."""
     kept, most, needed, flops = 0, 0, 0, 0
+    solving = _solving(recipe, subjects, union)
     for name in starts(recipe):
         shape = _joined_shape(recipe, name, union)
         kept += joined_bytes(shape, recipe.baselines.get(name), _experts_of(recipe, name))
@@ -158,11 +160,10 @@ def _starts_row(recipe: Recipe, subjects: Subjects, own: Shape, union: Shape) ->
             continue
         aligned = _joined_shape(recipe, name, own)
         moved = subjects.domains if variant.alignment.residual != "none" else subjects.domains - 1
-        most = max(most, moved * aligned.stored + union.stored)
+        sums = solving[name].writes if name in solving else 0
+        most = max(most, moved * aligned.stored + union.stored + sums)
         needed = max(needed, alignment.aligning_bytes(own, variant.alignment))
         flops += moved * own.layers * _assigning(own, variant)
-        if variant.router == "ridge":
-            needed = max(needed, memory.statistics_bytes(shape, recipe.statistics))
     count = len(starts(recipe))
     return Planned(
         "starts",
@@ -175,7 +176,36 @@ def _starts_row(recipe: Recipe, subjects: Subjects, own: Shape, union: Shape) ->
         memory=needed,
         kind="alignment",
         resources=recipe.compute.alignment,
+        also=_sums(solving.values()),
     )
+
+
+def _solving(recipe: Recipe, subjects: Subjects, union: Shape) -> dict[str, Planned]:
+    """{way of joining: statistics from which its routers are solved}"""
+    config, found = recipe.statistics, {}
+    read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
+    for name, variant in variants(recipe).items():
+        if variant.router != "ridge" or name not in starts(recipe):
+            continue
+        shape, texts = _joined_shape(recipe, name, union), subjects.domains
+        found[name] = Planned(
+            "starts: statistics",
+            1,
+            texts * config.shards,
+            written=texts * (config.shards + 1) * memory.statistics_file_bytes(shape, config),
+            read=texts * config.shards * shape.stored,
+            flops=texts * work.statistics_flops(shape, read, length) or None,
+            **statistics_pass(recipe, shape, texts * read),
+        )
+    return found
+
+
+def _sums(solving: Collection[Planned]) -> Planned | None:
+    """All statistics together, one way of joining after the other."""
+    if not solving:
+        return None
+    written = sum(row.writes for row in solving)
+    return replace(_together(solving), rounds=len(solving), written=written)
 
 
 def _assigning(shape: Shape, variant: SymphonyConfig) -> int:

@@ -87,6 +87,35 @@ def test_fewer_layers_at_a_time_are_named_with_what_they_need(planned):
     assert "pairs" not in {str(fault.value).partition(":")[0] for fault in fits.faults()}
 
 
+def test_statistics_of_strangers_are_planned_where_routers_are_solved(planned):
+    name, sums = "symphony-qwen2.5-1.5b", 8 * 28 * (1536 * 1537 // 2 + 1536)
+    [without] = rows(planned(name))["starts"].kinds
+    solved = planned(name, "symphony.router=ridge", "statistics.tokens=100000")
+    starts, statistics = rows(solved)["starts"].kinds
+    assert statistics.pieces == 2 * 4  # shards, of each one's text
+    assert statistics.writes == pytest.approx(4 * 3 * sums, rel=0.01)  # and their sum
+    assert starts.passing - without.passing == statistics.writes
+    assert solved.disk == planned(name).disk  # routers are a part of the model
+    passes = 4 * 2 * (QWEN - 151_936 * 1536) * 100_000
+    assert passes < statistics.flops < 1.2 * passes
+    assert statistics in solved.coming
+    assert "| starts: statistics | 8 |" in solved.table()
+
+
+def test_statistics_of_strangers_run_on_what_is_reserved_for_statistics(planned):
+    asked = ("symphony.router=ridge", "statistics.precision=fp32", "compute.statistics.cpus=1")
+    [fault] = planned("symphony-qwen2.5-1.5b", *asked, "compute.statistics.streamed=never").faults()
+    assert fault.field == "compute.statistics"
+    assert "starts: statistics: 8 x" in str(fault.value)
+    gpu = Machine(memory=64 * GB, cpus=8, disk=500 * GB, gpus=1, gpu_memory=4 * GB)
+    asked = ("symphony.router=ridge", "compute.statistics.gpus=1", "statistics.batch_size=512")
+    [fault] = planned(
+        "symphony-qwen2.5-1.5b", *asked, "compute.statistics.streamed=never", machine=gpu
+    ).faults()
+    assert fault.field == "compute.statistics"
+    assert "of GPU memory" in str(fault.value)
+
+
 def test_deltas_are_stored_in_every_way_and_the_largest_counts(planned):
     found = rows(planned("ders-mixtral-8x7b"))
     assert found["sweeps"].pieces == 1 + 4
