@@ -57,7 +57,8 @@ def mixture_row(
         shapes: {row: the dense part of it}.
         kind: Of the resources.
         domains: How many have an expert; the recipe's by default.
-        starts: Whether what each begins with is put together beside it, and lies there meanwhile.
+        starts: Whether what each begins with is put together beside it, and lies there meanwhile;
+            a SIMoE begins with the seed itself.
     """
     resources = getattr(recipe.compute, kind)
     domains = len(recipe.domains) if domains is None else domains
@@ -69,7 +70,7 @@ def mixture_row(
     ]
     together = [
         checkpoints_at_once(row.training, may_end_before=_is_constrained(row)) * size
-        + starts * shapes[name].itemsize * sizes[name]
+        + (starts and row.method != "simoe") * shapes[name].itemsize * sizes[name]
         for (name, row), size in zip(rows.items(), checkpoints, strict=True)
     ]
     steps = [checkpoints_in_all(row.training) for row in rows.values()]

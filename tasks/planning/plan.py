@@ -77,7 +77,7 @@ class Plan:
     @property
     def coming(self) -> list[Planned]:
         """What is not made yet."""
-        return [kind.to_come() for row in self.rows if not row.is_done for kind in row.kinds]
+        return [kind for row in self.rows if not row.is_done for kind in row.to_come().kinds]
 
     @property
     def disk(self) -> int:

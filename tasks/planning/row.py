@@ -84,7 +84,7 @@ class Planned:
         """The row, and the one of its pieces of another kind where there are such."""
         if self.also is None:
             return [self]
-        return [self, replace(self.also, items=self.items, made=self.made)]
+        return [self, replace(self.also, made=self.also.items * self.made // self.items)]
 
     @property
     def is_done(self) -> bool:
@@ -134,6 +134,7 @@ class Planned:
             read=share(self.read),
             written=None if self.written is None else share(self.written),
             flops=None if self.flops is None else share(self.flops),
+            also=None if self.also is None else self.kinds[-1].to_come(),
         )
 
     def holding(self, machine: Machine | None) -> int:

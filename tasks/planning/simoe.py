@@ -3,12 +3,13 @@
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from infra.recipe.schema import Recipe
 from tasks.methods import scored_models
 from tasks.planning.joined import mixture_row, pruned_parameters
 from tasks.planning.lighter import fewer_rows
-from tasks.planning.parts import FP32, Subjects, seed_row, text_rows
+from tasks.planning.parts import FP32, Subjects, seed_row, text_rows, training
 from tasks.planning.row import Planned
 from tasks.planning.scored import enough
 from tasks.simoe.checks import tied_heads
@@ -90,7 +91,26 @@ def _answers_row(recipe: Recipe, shape: Shape, size: int) -> Planned:
 
 
 def rivals_row(recipe: Recipe, subjects: Subjects, names: Collection[str]) -> Planned:
-    """Trainings of some rivals and ablations."""
+    """Trainings of some rivals and ablations, and of the experts that some begin with."""
     rows = {name: recipe.baselines[name] for name in names}
     shapes, labels = dict.fromkeys(rows, subjects.shape), planned_labels(recipe)
-    return mixture_row("baselines", recipe, rows, shapes, kind="baselines", domains=labels)
+    common: dict[str, Any] = {"kind": "baselines", "domains": labels, "starts": True}
+    trained = mixture_row("baselines", recipe, rows, shapes, **common)
+    count = labels * sum(row.method == "btx" for row in rows.values())
+    if not count:
+        return trained
+    resources = recipe.compute.experts
+    expert = training(subjects.shape, recipe.experts.training, resources)
+    experts = replace(
+        expert,
+        stage="baselines: experts",
+        items=count,
+        pieces=count,
+        kept=0,
+        read=count * subjects.shape.stored,
+        written=count * expert.writes,
+        flops=None if expert.flops is None else count * expert.flops,
+        kind="experts",
+        resources=resources,
+    )
+    return replace(trained, passing=count * expert.kept, also=experts)

@@ -118,6 +118,37 @@ def test_a_setting_of_answers_is_named_once(tmp_path):
     assert settings == ["tuning.batch_size = 256", "tuning.precision = bf16"]
 
 
+def test_experts_that_a_rival_begins_with_are_planned_as_experts(tmp_path):
+    asked = {
+        "seed_model.model": ROOT / "recipes/large/llama-3-8b",
+        "tuning.training": "{steps: 400, sequence_length: 512}",
+        "experts.training": "{steps: 100, batch_size: 2, sequence_length: 512, precision: bf16}",
+        "compute.experts": "{gpus: 1}",
+    }
+    training = "{steps: 100, batch_size: 1, sequence_length: 128}"
+    rival = f"{{method: btx, seed_expert: true, top_k: 2, training: {training}}}"
+
+    def planned(**more):
+        settings = [f"{key}={value}" for key, value in {**asked, **more}.items()]
+        recipe = load_recipe(ROOT / "recipes/simoe.yaml", settings)
+        machine = Machine(10**12, 64, 10**14, gpus=8, gpu_memory=80 * 10**9)
+        return plan(recipe, tmp_path, machine, base=500_000_000)
+
+    found = planned(**{"baselines.btx": rival})
+    rivals, experts = next(row for row in found.rows if row.stage == "baselines").kinds
+    assert experts.pieces == experts.items == 5  # domains of the recipe's categories
+    whole = 4 * 8_030_261_248
+    assert rivals.passing == experts.pieces * whole  # beside which the rival is trained
+    assert rivals.each > rivals.kept + whole  # with what it starts from
+    assert experts.each == 3 * whole  # a checkpoint of weights and two moments
+    [fault] = (f for f in found.faults() if f.field == "compute.experts")
+    assert "baselines: experts: 1 x" in str(fault.value)
+    assert experts.kept == 0
+    own = "{method: simoe, training: {steps: 800, batch_size: 1, sequence_length: 128}}"
+    simoe = next(r for r in planned(**{"baselines.own": own}).rows if r.stage == "baselines")
+    assert simoe.kinds == [simoe]
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_experts_of_a_head_that_is_the_embedding_are_refused(tmp_path, llama, is_tied):
     config = json.loads((llama / "config.json").read_text()) | {"tie_word_embeddings": is_tied}
