@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-MARGIN = 1.5e9
+MARGIN = 3e9
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -76,4 +76,9 @@ def test_a_piece_that_is_killed_each_time_is_given_up_and_named(
     ended = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=500)
     assert ended.returncode
     assert f"compute = 'report:big': {said}" in ended.stderr.splitlines()[-1]
-    assert (tmp_path / "log").read_text() == times * "begun\n"
+    log = tmp_path / "log"
+    begun = log.read_text().count("begun\n") if log.exists() else 0
+    if piece == "greedy_piece":  # a worker may be killed for others' memory before it begins
+        assert begun <= times
+    else:
+        assert begun == times
