@@ -13,6 +13,7 @@ import torch
 
 from upcycle_core.architectures.judged import decides, is_neutral
 from upcycle_core.architectures.resolve import FIRST_LENGTH, resolve_config
+from upcycle_core.architectures.values import value_faults
 from upcycle_core.errors import Fault, raise_faults
 
 LM_HEAD = "lm_head.weight"
@@ -185,10 +186,8 @@ class Family:
         if "rope_theta" not in full["rope_parameters"]:
             remedy = f"{self.target.architecture} has one rope for all layers"
             faults.append(Fault(f"{field}.config.rope_parameters", full["rope_parameters"], remedy))
-        elif not full["rope_parameters"]["rope_theta"] > 0:
-            remedy = "must be more than 0: rotary frequencies are its powers; mend config.json"
-            theta = full["rope_parameters"]["rope_theta"]
-            faults.append(Fault(f"{field}.config.rope_theta", theta, remedy))
+        else:
+            faults += value_faults(full, field)
         if "sliding_attention" in (full.get("layer_types") or ()) and not full.get(
             "sliding_window"
         ):
