@@ -16,7 +16,7 @@ Placement = Literal["pack", "spread"]
 class Resources:
     """What Ray reserves for one piece. A piece computes with as many threads as it has CPUs."""
 
-    cpus: int = field(default=1, metadata={"ge": 1})
+    cpus: int = field(default=1, metadata={"ge": 1, "le": 1_000_000})
     """CPU cores, and threads."""
     gpus: float = field(default=0.0, metadata={"ge": 0})
     """GPUs; with none the piece computes on the CPU. Of all kinds `task_evaluation` alone takes
@@ -69,7 +69,7 @@ class ComputeConfig:
     """Resources of the heavy pieces, by kind. Threads and workers decide last bits; what a balance
     loss counts at once is what all workers of a training compute at once."""
 
-    cpus: int | None = field(default=None, metadata={"ge": 1})
+    cpus: int | None = field(default=None, metadata={"ge": 1, "le": 1_000_000})
     """CPUs of a local Ray; all of the machine by default. A cluster brings its own."""
     dashboard: bool = False
     """Whether a local Ray has its dashboard, on loopback. A cluster brings its own."""

@@ -91,7 +91,7 @@ class TuningConfig:
     """Training on the instructions, with loss on the responses alone."""
     max_new_tokens: int = field(default=128, metadata={"ge": 1})
     """Longest answer, in tokens; Super-NaturalInstructions' 128 by default."""
-    batch_size: int = field(default=32, metadata={"ge": 1})
+    batch_size: int = field(default=32, metadata={"ge": 1, "le": 1_000_000})
     """Prompts that are answered together."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic that models answer in, and the type of their weights: in fp32 what a prompt is

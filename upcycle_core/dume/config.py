@@ -19,7 +19,7 @@ class StatisticsConfig:
     """Tokens whose features are counted: all, or of chats the responses. All are forwarded."""
     window: int | None = field(default=None, metadata={"ge": 1})
     """Only the first tokens of each paragraph are forwarded and counted (the paper's Figure 2a)."""
-    batch_size: int = field(default=16, metadata={"ge": 1})
+    batch_size: int = field(default=16, metadata={"ge": 1, "le": 1_000_000})
     """Paragraphs a forward pass. Part of the result: sums depend on it in the last bits."""
     shards: int = field(default=2, metadata={"ge": 1})
     """Pieces a domain's calibration text is split into, whatever the number of workers."""

@@ -60,7 +60,7 @@ class CalibrationConfig:
     """Domains whose calibration text is read: all of them by default, or the anchor's alone."""
     sequence_length: int = field(default=1024, metadata={"ge": 8})
     """Longest sequence in one forward pass, in tokens of either model."""
-    batch_size: int = field(default=16, metadata={"ge": 1})
+    batch_size: int = field(default=16, metadata={"ge": 1, "le": 1_000_000})
     """Sequences a forward pass. Part of the result: sums depend on it in the last bits."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass."""

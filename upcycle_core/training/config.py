@@ -19,7 +19,7 @@ class TrainingConfig:
 
     steps: int = field(default=1000, metadata={"ge": 1})
     """Optimizer steps."""
-    batch_size: int = field(default=16, metadata={"ge": 1})
+    batch_size: int = field(default=16, metadata={"ge": 1, "le": 1_000_000})
     """Sequences in one forward pass."""
     sequence_length: int = field(default=1024, metadata={"ge": 8})
     """Tokens a sequence."""

@@ -54,6 +54,18 @@ def test_unknown_key_deep_in_a_domain_is_named(values):
 
 
 @pytest.mark.parametrize("method", ["symphony", "simoe"])
+@pytest.mark.parametrize(
+    "field", ["statistics.batch_size", "compute.cpus", "compute.evaluation.cpus"]
+)
+def test_a_number_that_no_machine_has_is_refused(values, field):
+    section, *between, name = field.split(".")
+    found = values.setdefault(section, {})
+    for key in between:
+        found = found.setdefault(key, {})
+    found[name] = 10**19  # more than a database or a tensor can say
+    assert f"{name} = {10**19}: must be at most 1000000" in message(values)
+
+
 def test_a_method_without_its_section_is_told_so(values, method):
     assert f"{method} = None: says how" in message({**values, "method": method})
 

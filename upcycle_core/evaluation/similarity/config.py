@@ -17,7 +17,7 @@ class SimilarityConfig:
     """Tokens a domain. CKA of few tokens is too high: take many times the neurons of a layer."""
     sequence_length: int = field(default=1024, metadata={"ge": 8})
     """Longest sequence in one forward pass."""
-    batch_size: int = field(default=16, metadata={"ge": 1})
+    batch_size: int = field(default=16, metadata={"ge": 1, "le": 1_000_000})
     """Sequences a forward pass."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; sums over batches are fp64."""

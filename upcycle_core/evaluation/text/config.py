@@ -26,7 +26,7 @@ class EvaluationConfig:
     """Tokens a sequence; its first token is not scored."""
     loss: Counted = "all"
     """Tokens that are scored: all, or of chats the responses."""
-    batch_size: int = field(default=16, metadata={"ge": 1})
+    batch_size: int = field(default=16, metadata={"ge": 1, "le": 1_000_000})
     """Sequences a forward pass."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass; losses are summed in fp64."""
