@@ -16,6 +16,7 @@ from tasks.planning.parts import (
     joined,
     parents_row,
     seed_row,
+    statistics_flops,
     statistics_pass,
     text_rows,
     tokens_of,
@@ -101,6 +102,7 @@ def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -
         # Where pieces for a head came before, this one runs by itself.
         memory=row.memory if row.alone and not resources.gpus else max(row.memory, held),
         alone=max(row.alone, held) if row.alone and not resources.gpus else row.alone,
+        alone_remedies=["backbone.merge.attention = average"] if held > row.alone else (),
         kind="statistics",
         resources=resources,
         remedies=["fewer statistics.tokens", "backbone.merge.attention = average"],
@@ -130,7 +132,7 @@ def _with_fitted_head(
 
 def _statistics_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     config, domains = recipe.statistics, subjects.domains
-    read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
+    read = tokens_of(config.tokens, subjects.calibration)
     counts = [len(calibration_splits(recipe, domain)) for domain in recipe.domains]
     texts, file = sum(counts), memory.statistics_file_bytes(shape, config)
     return Planned(
@@ -140,7 +142,7 @@ def _statistics_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned
         kept=texts * file,
         each=max(counts) * config.shards * file,  # until they are added up
         read=texts * config.shards * shape.stored,
-        flops=texts * work.statistics_flops(shape, read, length) or None,
+        flops=texts * statistics_flops(recipe, shape, read) or None,
         **statistics_pass(recipe, shape, max(counts) * read),
     )
 
@@ -178,7 +180,7 @@ def _router_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         memory=max(row.memory, needed),
         kind="statistics",
         resources=resources,
-        remedies=["a smaller statistics.batch_size", "router.solve = joint"],
+        remedies=["router.solve = joint"],
     )
 
 
@@ -214,6 +216,11 @@ def _repaired_row(
     tokens = tokens_of(recipe.statistics.tokens, subjects.calibration)
     head = recipe.experts.repair == "down+head_target"
     flops = work.repair_flops(shape, tokens, config.sequence_length)
+    without = ["experts.repair = none"]  # and what asks for a repair
+    if repairs_routed(recipe):
+        without.append("experts.repair_tokens = own")
+    if recipe.backbone.merge.head == "fitted":
+        without.append("backbone.merge.head = average")
     return Planned(
         "repaired",
         pieces=domains,
@@ -223,7 +230,7 @@ def _repaired_row(
         flops=domains * flops,
         precision=config.precision,
         memory=memory.repair_bytes(shape, config, tokens, head=head, device=device),
-        remedies=["fewer statistics.tokens", "experts.repair = none"],
+        remedies=["fewer statistics.tokens", " and ".join(without)],
         **passes,
     )
 

@@ -14,6 +14,7 @@ from tasks.data.given import given_type
 from tasks.planning.lighter import Lighter, lighter_pass, method_of, worker_bytes
 from tasks.planning.row import FP32, Planned
 from upcycle_core.checkpoints.load import DTYPES
+from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.rehearsal import trained_parameters
 from upcycle_core.planning.shape import Shape
@@ -226,9 +227,11 @@ def statistics_pass(recipe: Recipe, shape: Shape, read: int) -> dict[str, Any]:
     Args:
         recipe: The recipe.
         shape: The dense model that is passed through.
-        read: Tokens of hidden states that an item's files hold where it goes layer by layer.
+        read: Tokens that an item reads; where it goes layer by layer its files hold hidden states
+            of them, but for those behind ``statistics.window``.
     """
-    config, resources = recipe.statistics, recipe.compute.statistics
+    read = read * forwarded(recipe.statistics).sequence_length // recipe.statistics.sequence_length
+    config, resources = forwarded(recipe.statistics), recipe.compute.statistics
     device = resources.device
     return {
         "kind": "statistics",
@@ -245,6 +248,18 @@ def statistics_pass(recipe: Recipe, shape: Shape, read: int) -> dict[str, Any]:
             partial(memory.streamed_statistics_bytes, shape, device=device),
         ),
     }
+
+
+def statistics_flops(recipe: Recipe, shape: Shape, tokens: int) -> int:
+    """Of the statistics of a text of so many tokens; those behind the window are not computed."""
+    whole, length = recipe.statistics.sequence_length, forwarded(recipe.statistics).sequence_length
+    return work.statistics_flops(shape, tokens * length // whole, length)
+
+
+def forwarded(config: StatisticsConfig) -> StatisticsConfig:
+    """With the length that is forwarded of each paragraph, in place of all of it."""
+    window = config.window or config.sequence_length
+    return replace(config, sequence_length=min(window, config.sequence_length))
 
 
 def tokens_of(asked: int | None, texts: Mapping[str, int]) -> int:

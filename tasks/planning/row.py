@@ -33,6 +33,7 @@ class Planned:
         memory: Bytes of one piece at its peak, the interpreter left out; 0: next to nothing.
         alone: Bytes of one more piece, which runs by itself on CPUs; 0: there is none.
         alone_flops: What that computes, in fp32.
+        alone_remedies: Settings without which there is no such piece, or a smaller one.
         streamed: The same of a piece that goes layer by layer; None where it cannot, or must not.
         on_cpus: Bytes of a piece that computes on CPUs in place of its GPU; None where that is no
             way out.
@@ -66,6 +67,7 @@ class Planned:
     memory: int = 0
     alone: int = 0
     alone_flops: int = 0
+    alone_remedies: Sequence[str] = ()
     streamed: int | None = None
     on_cpus: int | None = None
     states: int = 0
@@ -216,7 +218,8 @@ class Planned:
         if self.alone and self.alone + base > machine.memory:
             said = f"{self.stage}: {gigabytes(self.alone + base)} of memory, there are "
             said += gigabytes(machine.memory)
-            yield Fault(f"compute.{self.kind}", said, "use a larger machine")
+            remedy = " or ".join(self.alone_remedies) or "use a larger machine"
+            yield Fault(f"compute.{self.kind}", said, remedy)
         if self.resources.gpus:
             needed, there = self.memory, int(GPU_SHARE * machine.gpu_memory)
             where = "of GPU memory"
@@ -233,8 +236,7 @@ class Planned:
         fewer = there // needed
         remedies = list(self.remedies)
         remedies += self._lighter_ones(machine, base, there, together)
-        if self.streamed is not None and getattr(self.resources, "streamed", "") == "never":
-            remedies.append(f"compute.{self.kind}.streamed = auto")
+        remedies += self._layer_by_layer(machine, base)
         is_copied = dividing(self.resources) == 1
         if 0 < fewer < self.workers and is_copied and not self.resources.gpus:
             remedies.append(self._fewer_workers(machine, fewer))
@@ -269,6 +271,17 @@ class Planned:
         for setting in self.lighter(there // self.workers - beside, machine.gpus):
             if setting not in found:
                 yield f"{setting} and compute.{self.kind}.cpus = {machine.cpus // self.workers}"
+
+    def _layer_by_layer(self, machine: Machine, base: int) -> Iterator[str]:
+        """The setting for layers one by one, where that is switched off, and what that needs where
+        it does not fit by itself."""
+        if self.streamed is None or getattr(self.resources, "streamed", "") != "never":
+            return
+        resources: Any = self.resources  # of a pass, the only kind that can be streamed
+        row = replace(self, resources=replace(resources, streamed="auto")).fitted(machine, base)
+        setting = f"compute.{self.kind}.streamed = auto"
+        left = [str(fault.value).partition(": ")[2] for fault in row.memory_faults(machine, base)]
+        yield f"{setting} (then {left[0].partition(',')[0]}, still too much)" if left else setting
 
     def _fewer_workers(self, machine: Machine, most: int) -> str:
         """The setting with which so many processes run side by side, of all trainings together.

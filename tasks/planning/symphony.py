@@ -12,6 +12,7 @@ from tasks.planning.parts import (
     experts_row,
     joined,
     parents_row,
+    statistics_flops,
     statistics_pass,
     text_rows,
     tokens_of,
@@ -183,7 +184,7 @@ def _starts_row(recipe: Recipe, subjects: Subjects, own: Shape, union: Shape) ->
 def _solving(recipe: Recipe, subjects: Subjects, union: Shape) -> dict[str, Planned]:
     """{way of joining: statistics from which its routers are solved}"""
     config, found = recipe.statistics, {}
-    read, length = tokens_of(config.tokens, subjects.calibration), config.sequence_length
+    read = tokens_of(config.tokens, subjects.calibration)
     for name, variant in variants(recipe).items():
         if variant.router != "ridge" or name not in starts(recipe):
             continue
@@ -194,7 +195,7 @@ def _solving(recipe: Recipe, subjects: Subjects, union: Shape) -> dict[str, Plan
             texts * config.shards,
             written=texts * (config.shards + 1) * memory.statistics_file_bytes(shape, config),
             read=texts * config.shards * shape.stored,
-            flops=texts * work.statistics_flops(shape, read, length) or None,
+            flops=texts * statistics_flops(recipe, shape, read) or None,
             **statistics_pass(recipe, shape, texts * read),
         )
     return found

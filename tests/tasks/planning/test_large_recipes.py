@@ -131,3 +131,45 @@ def test_a_gpu_of_80_gb_does_not_hold_eight_times_seven(planned):
     found = planned("ders-mixtral-8x7b", "compute.evaluation.gpus=1", machine=machine).faults()
     # The report goes layer by layer; models of deltas do not.
     assert {str(fault.value).partition(":")[0] for fault in found} == {"sweeps"}
+
+
+def test_a_pass_that_must_not_be_streamed_is_told_what_streaming_leaves(planned):
+    asked = ("evaluation.precision=fp32", "compute.evaluation={cpus: 1, streamed: never}")
+    small = Machine(memory=16 * GB, cpus=16, disk=9000 * GB)
+
+    def said(*more):
+        faults = planned("dume-llama-8b", *asked, *more, machine=small).faults()
+        return {fault.field: fault.remedy for fault in faults}["compute.evaluation"]
+
+    assert "streamed = auto (then 8 x" in said("evaluation.batch_size=64")
+    assert "still too much)" in said("evaluation.batch_size=64")
+    alone = ("compute.evaluation.cpus=16", "evaluation.batch_size=1")
+    assert "compute.evaluation.streamed = auto" in said(*alone)
+    assert "still too much" not in said(*alone)
+
+
+def test_what_is_left_out_for_memory_is_named_with_what_asks_for_it(planned):
+    asked = ["experts.repair=down+head_target", "backbone.merge={head: fitted}"]
+    small = Machine(memory=12 * GB, cpus=16, disk=9000 * GB)
+
+    def said(*more):
+        faults = planned("dume-llama-8b", *asked, *more, machine=small).faults()
+        return {str(fault.value).partition(":")[0]: fault.remedy for fault in faults}
+
+    assert "experts.repair = none and backbone.merge.head = average" in said()["repaired"]
+    without = ["experts.repair=none", "backbone.merge={head: average}"]
+    assert not list(planned("dume-llama-8b", *without, machine=small).faults())
+    distilled = "backbone.merge={head: fitted, attention: distilled}"
+    assert said(distilled)["backbone"] == "backbone.merge.attention = average"
+    assert "backbone" not in said()
+
+
+def test_what_lies_behind_the_window_is_not_computed(planned):
+    def statistics(*asked):
+        return rows(planned("dume-llama-8b", "statistics.tokens=200000", *asked))["statistics"]
+
+    whole, near = statistics(), statistics("statistics.window=128")
+    assert near.flops == pytest.approx(whole.flops / 8, rel=0.1)
+    assert near.memory == statistics("statistics.sequence_length=128").memory < whole.memory
+    longer = statistics("statistics.window=4096")
+    assert (longer.flops, longer.memory) == (whole.flops, whole.memory)
