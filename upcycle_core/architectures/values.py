@@ -30,6 +30,19 @@ def value_faults(full: Mapping, field: str) -> Iterator[Fault]:
     if rope.get("factor") is not None and not _is_positive(rope["factor"]):
         remedy = "must be a number above 0, by which positions are stretched; mend config.json"
         yield Fault(f"{field}.config.rope_parameters.factor", rope["factor"], remedy)
+    yield from _length_faults(full, f"{field}.config.rope_parameters")
+
+
+def _length_faults(full: Mapping, field: str) -> Iterator[Fault]:
+    """Factors of a ``longrope`` that are not one a rotary frequency."""
+    rope, heads = full["rope_parameters"], full["num_attention_heads"]
+    size = full.get("head_dim") or full["hidden_size"] // heads
+    count = int(size * full.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor") if rope.get("rope_type") == "longrope" else ():
+        found = rope.get(name)
+        if not isinstance(found, list) or len(found) != count or not all(map(_is_positive, found)):
+            remedy = f"must be {count} numbers above 0, one a rotary frequency; mend config.json"
+            yield Fault(f"{field}.{name}", found, remedy)
 
 
 def _is_positive(value: object) -> bool:

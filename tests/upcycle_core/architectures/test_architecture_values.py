@@ -5,6 +5,8 @@ from pico import pico_config
 
 from upcycle_core.architectures.families import family_of
 
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4}
 
 
@@ -17,6 +19,8 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4}
         ({"rope_parameters": {**LINEAR, "rope_type": "banana"}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {**LINEAR, "factor": "two"}}, "rope_parameters.factor"),
         ({"rope_parameters": {**LINEAR, "factor": -2.0}}, "rope_parameters.factor"),
+        ({"rope_parameters": LONG | {"short_factor": [1.0]}}, "rope_parameters.short_factor"),
+        ({"rope_parameters": LONG | {"long_factor": ["x"] * 4}}, "rope_parameters.long_factor"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": True}}, "rope_theta"),
@@ -36,6 +40,7 @@ def test_a_value_that_nothing_can_compute_is_named(kind, changes, where):
         {"hidden_act": "gelu_pytorch_tanh"},
         {"rope_parameters": {**LINEAR, "factor": 2}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
+        {"rope_parameters": LONG},
         {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},
     ],
 )
