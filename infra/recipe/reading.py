@@ -22,6 +22,8 @@ from infra.recipe.strict_yaml import read_yaml
 from upcycle_core.errors import Fault, raise_faults
 
 Section = TypeVar("Section")
+LARGEST = 2**63
+"""Whole numbers that large, and larger ones, neither Prefect's nor MLflow's database holds."""
 ADDABLE = ("baselines", "tasks", "task_evaluation", "compression")
 """What files beside a recipe add to it."""
 ASKING = ("symphony", "simoe", *(f"baselines.*.{name}" for name in ("symphony", "simoe", "ders")))
@@ -77,7 +79,7 @@ def validate(
 
     def faults_across(values: object, recipe: Recipe) -> list[Fault]:
         """Faults of values that each are of the right kind."""
-        booleans = _booleans_as_numbers(values, resolve(recipe))
+        booleans = _number_faults(values, resolve(recipe))
         return [*booleans, *budget_faults(recipe), *faults(recipe), *checks(recipe)]
 
     try:
@@ -162,19 +164,22 @@ def _without(values: object, error: ValidationError) -> object:
     return rest
 
 
-def _booleans_as_numbers(given: object, read: object, where: str = "") -> Iterator[Fault]:
-    """What was given as true or false and read as a number, which pydantic allows.
+def _number_faults(given: object, read: object, where: str = "") -> Iterator[Fault]:
+    """What was given as true or false and read as a number, which pydantic allows, and whole
+    numbers that no database holds.
 
     Texts may be numbers: YAML has one for ``2e-4``.
     """
     if isinstance(given, Mapping) and isinstance(read, Mapping):
         for key in filter(read.__contains__, given):
-            yield from _booleans_as_numbers(given[key], read[key], f"{where}.{key}".lstrip("."))
+            yield from _number_faults(given[key], read[key], f"{where}.{key}".lstrip("."))
     elif isinstance(given, list | tuple) and isinstance(read, list):
         for value, number in zip(given, read, strict=True):
-            yield from _booleans_as_numbers(value, number, where)
+            yield from _number_faults(value, number, where)
     elif isinstance(given, bool) and type(read) in (int, float):
         yield Fault(where, given, "is no number; write the number that is meant")
+    elif type(read) is int and abs(read) >= LARGEST:
+        yield Fault(where, given, f"must be less than {LARGEST}, which is 2^63; correct it")
 
 
 def _drop(values: Any, location: Sequence[int | str]) -> None:

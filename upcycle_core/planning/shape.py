@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from upcycle_core.architectures.families import FAMILIES, family_of
-from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED
 from upcycle_core.checkpoints.reader import CheckpointReader, read_config
 from upcycle_core.errors import raise_faults
 
@@ -110,11 +110,12 @@ class Shape:
     @classmethod
     def of_reader(cls, reader: CheckpointReader) -> "Shape":
         """What a checkpoint's headers say."""
-        sizes = {name: math.prod(info.shape) for name, info in reader.tensors.items()}
-        stored = sum(sizes[n] * info.dtype.itemsize for n, info in reader.tensors.items())
-        types = {info.dtype for info in reader.tensors.values()}
+        kept = {n: info for n, info in reader.tensors.items() if not RECOMPUTED.fullmatch(n)}
+        sizes = {name: math.prod(info.shape) for name, info in kept.items()}
+        stored = sum(sizes[name] * info.dtype.itemsize for name, info in kept.items())
+        types = {info.dtype for info in kept.values()}
         made = cls._of(
-            reader.config, sizes, round(stored / sum(sizes.values())), field=reader.field
+            reader.config, sizes, round(stored / max(1, sum(sizes.values()))), field=reader.field
         )
         return replace(made, dtype=types.pop() if len(types) == 1 else None)
 

@@ -1,6 +1,7 @@
 import copy
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -63,6 +64,16 @@ def test_a_number_that_no_machine_has_is_refused(values, field):
         found = found.setdefault(key, {})
     found[name] = 10**19  # more than a database or a tensor can say
     assert f"{name} = {10**19}: must be at most 1000000" in message(values)
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(2**63, True), (2**63 - 1, False)])
+def test_a_number_that_no_database_holds_is_refused(values, number, is_refused):
+    """Prefect's would refuse every list of runs in which there is one."""
+    values["statistics"]["tokens"] = number
+    with pytest.raises(InputError) if is_refused else nullcontext() as refused:
+        validate(values)
+    if is_refused:
+        assert f"statistics.tokens = {number}: must be less than" in str(refused.value)
 
 
 @pytest.mark.parametrize("method", ["symphony", "simoe"])

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.pico import CONFIGS, pico_config, save_pico
@@ -28,6 +29,17 @@ def test_headers_and_configuration_say_the_same(tmp_path, family, tied):
     assert bare.whole == sum(sizes.values())
     assert bare.ffns == sum(size for name, size in sizes.items() if ".mlp." in name)
     assert bare.itemsize == 2
+
+
+def test_buffers_that_are_computed_anew_are_no_weights(tmp_path):
+    """Older Llamas have theirs in fp32 beside weights in bf16."""
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(pico_config(), dtype=torch.bfloat16).save_pretrained(model)
+    plain, place = Shape.of(model), model / "model.safetensors"
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**load_file(place), name: torch.ones(4)}, place, metadata={"format": "pt"})
+    assert Shape.of(model) == plain
+    assert plain.dtype == torch.bfloat16
 
 
 def test_a_mixture_has_the_ffns_once_an_expert_and_routers(tmp_path):
