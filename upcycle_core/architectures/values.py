@@ -37,7 +37,7 @@ def _length_faults(full: Mapping, field: str) -> Iterator[Fault]:
     """Factors of a ``longrope`` that are not one a rotary frequency."""
     rope, heads = full["rope_parameters"], full["num_attention_heads"]
     size = full.get("head_dim") or full["hidden_size"] // heads
-    count = int(size * full.get("partial_rotary_factor", 1.0)) // 2
+    count = int(size * (full.get("partial_rotary_factor") or 1.0)) // 2
     for name in ("short_factor", "long_factor") if rope.get("rope_type") == "longrope" else ():
         found = rope.get(name)
         if not isinstance(found, list) or len(found) != count or not all(map(_is_positive, found)):

@@ -41,6 +41,7 @@ def test_a_value_that_nothing_can_compute_is_named(kind, changes, where):
         {"rope_parameters": {**LINEAR, "factor": 2}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}},
         {"rope_parameters": LONG},
+        {"partial_rotary_factor": None},
         {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},
     ],
 )
