@@ -1,8 +1,9 @@
 """Errors for people: which field, which value, what to do; all faults of a check in one message."""
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """No room on the disk, in the user's share of it, or in the largest file that is allowed."""
@@ -33,6 +34,19 @@ class Fault:
         """This fault with the recipe's field, where what found it did not know it."""
         named = self.field if self.field.startswith(field) else f"{field}: {self.field}"
         return Fault(named, self.value, self.remedy)
+
+    def naming(self, names: Mapping[str, str]) -> "Fault":
+        """This fault with places by the names that the user gave them.
+
+        Args:
+            names: {place as who found the fault knows it: name}
+        """
+
+        def named(text: str) -> str:
+            return reduce(lambda said, place: said.replace(place, names[place]), names, text)
+
+        value = named(self.value) if isinstance(self.value, str) else self.value
+        return Fault(self.field, value, named(self.remedy))
 
 
 class InputError(ValueError):

@@ -163,6 +163,17 @@ def forms(run: StageRun) -> dict[str, str]:
     return told
 
 
+def registered_place(reference: str) -> Path | None:
+    """Where the files of a registered model lie on this machine; None where they do not.
+
+    Raises:
+        InputError: There is no such version.
+    """
+    from infra.tracking.registry import Registry  # imports MLflow
+
+    return Registry(environment.configure()).place(reference)
+
+
 def _on_disk(reference: str, cache: Path) -> str:
     """``reference``, or the directory of the registered model that it names."""
     if not reference.startswith(REGISTERED):

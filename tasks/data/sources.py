@@ -331,7 +331,27 @@ def model_faults(recipe: Recipe, cache: Path, *, lengths: Iterable[str] = ON_TEX
     faults += type_faults(recipe)
     if not faults:
         faults += fit_faults(recipe, next(iter(configs.values()), None))
-    return faults
+    return [*as_named(faults, given, readers)]
+
+
+def as_named(
+    faults: Iterable[Fault], given: Mapping[str, str], readers: Mapping[str, CheckpointReader]
+) -> Iterator[Fault]:
+    """Faults that name models as the recipe does, where they lie elsewhere in safetensors.
+
+    Args:
+        faults: What is wrong with them.
+        given: {field of the recipe: the model that it names}
+        readers: Of those that could be read, by the same fields.
+    """
+    places = {field: str(reader.directory) for field, reader in readers.items()}
+    moved = {f: place for f, place in places.items() if Path(given[f]).expanduser() != Path(place)}
+    names = {place: given[field] for field, place in reversed(moved.items())}
+    for fault in faults:
+        told = fault.naming(names)
+        owns = (f for f, place in moved.items() if (fault.field, fault.value) == (f, place))
+        field = next(owns, None)  # one place may be that of two models with the same files
+        yield told if field is None else replace(told, value=given[field])
 
 
 def opened_models(

@@ -11,6 +11,7 @@ from infra.recipe.schema import Recipe
 from tasks.engine.artifacts import SEED
 from tasks.engine.method import Addition
 from tasks.methods import COMPARISON, COMPRESSION, TASKS
+from tasks.planning.cached import Cached, cached_models, sources_row
 from tasks.planning.ders import compared_row, comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine, device_of, remote_directory
@@ -168,7 +169,7 @@ class Plan:
                 gigabytes(base + row.memory) + where,
                 gigabytes(row.read) if row.read else "",
                 gigabytes(row.writes) if row.writes else "",
-                gigabytes(row.kept) if row.kept else "",
+                gigabytes(row.kept + row.cached) if row.kept + row.cached else "",
                 gigabytes(holding) if holding else "",
                 "-" if took is None else duration(took),
                 "done" if row.is_done else f"{row.made} of {row.items}",
@@ -178,7 +179,9 @@ class Plan:
 
     def places(self) -> str:
         """Where bytes are kept, as Markdown."""
-        own, linked = (sum(getattr(row, of) for row in self.rows) for of in ("own", "linked"))
+        own, linked, cached = (
+            sum(getattr(row, of) for row in self.rows) for of in ("own", "linked", "cached")
+        )
         remote = gigabytes(sum(row.pushed for row in self.rows))
         if not self.has_remote:
             remote = "none"
@@ -186,8 +189,9 @@ class Plan:
             apart = self.machine.remote_disk is not None
             remote = f"{remote} on another disk" if apart else "not on this disk"
         places = {
-            "workspace": gigabytes(own),
+            "workspace": gigabytes(own - cached),
             **({"hard links to given models": gigabytes(linked)} if linked else {}),
+            **({"models, as safetensors beside it": gigabytes(cached)} if cached else {}),
             "DVC's cache": "hard links of the same",
             "DVC's remote": remote,
             "registry, an older version": gigabytes(sum(row.registered for row in self.rows)),
@@ -261,7 +265,9 @@ def plan(
         recipe, made = learnt, made_before(learnt, workspace, changed, aim)
     subjects = subjects_of(recipe, home / "models")
     shape = as_given(recipe, subjects.shape)
+    cached = cached_models(recipe, shape, home / "models")
     found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
+    found["sources"] = sources_row(cached)
     for addition, rows in ADDED:
         if addition.asked(recipe):
             found = {row.stage: row for row in rows(recipe, subjects)} | found
@@ -275,12 +281,15 @@ def plan(
         row = replace(row, items=len(every), made=len(every) - len(left), in_parts=stage.in_parts)
         if row.made and left:
             row = replace(row, rest=_rest(recipe, subjects, stage.name, left))
-        row = _linked(row, recipe, home, shape, left)
+        row = _linked(row, recipe, home, shape, left, cached)
         ordered.append(row.fitted(machine, base))
     is_directory = remote_directory(recipe.versions.remote, home) is not None
     copies = 1 + (is_directory and machine.remote_disk is None)
     pushes = recipe.versions.remote is not None
-    return Plan(ordered, machine, base, recipe.compute, copies, rates, made.begun, pushes)
+    begun = made.begun
+    if any(row.cached and not row.is_done for row in ordered):
+        begun += sum(model.size for model in cached.values() if model.is_there)
+    return Plan(ordered, machine, base, recipe.compute, copies, rates, begun, pushes)
 
 
 def _rest(recipe: Recipe, subjects: Subjects, stage: str, left: Collection[str]) -> Planned | None:
@@ -292,7 +301,12 @@ def _rest(recipe: Recipe, subjects: Subjects, stage: str, left: Collection[str])
 
 
 def _linked(
-    row: Planned, recipe: Recipe, home: Path, shape: Shape, left: Collection[str]
+    row: Planned,
+    recipe: Recipe,
+    home: Path,
+    shape: Shape,
+    left: Collection[str],
+    cached: Mapping[str, Cached],
 ) -> Planned:
     """A row with what it publishes of given models' own files: of those on the disk of the home,
     whose weights get no other type.
@@ -303,6 +317,7 @@ def _linked(
         home: Where workspaces are.
         shape: Of a given model, in the type that it gets.
         left: Items that are to come.
+        cached: Those that are read from the cache, which is on the home's disk.
     """
     given = {
         SEED: {"": recipe.seed_model.model},
@@ -310,12 +325,15 @@ def _linked(
     }
     if recipe.versions.given_weights != "link":
         return row
-    paths = {
-        item: Path(model).expanduser()
-        for item, model in given.get(row.stage, {}).items()
-        if model is not None
-    }
-    near = [i for i, p in paths.items() if _is_near(p, home) and Shape.of(p).dtype == shape.dtype]
+
+    def is_shared(model: str) -> bool:
+        if model in cached:
+            return cached[model].dtype == shape.dtype
+        path = Path(model).expanduser()
+        return _is_near(path, home) and Shape.of(path).dtype == shape.dtype
+
+    models = given.get(row.stage, {}).items()
+    near = [item for item, model in models if model is not None and is_shared(model)]
     row = replace(row, linked=len(near) * shape.stored)
     if row.rest is None:
         return row

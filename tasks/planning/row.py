@@ -44,6 +44,7 @@ class Planned:
         lighter: From the bytes that a piece or worker may hold and the machine's GPUs to settings
             with which it does.
         linked: Bytes of what is kept that are the files of given models themselves.
+        cached: Bytes that it leaves in the cache of models, beside what it publishes.
         made: How many of its items are there, and are not made again.
         rest: What those that are not need, where items are not alike; their share of all by
             default.
@@ -76,6 +77,7 @@ class Planned:
     remedies: Sequence[str] = ()
     lighter: Callable[[int, int], Iterable[str]] | None = None
     linked: int = 0
+    cached: int = 0
     made: int = 0
     rest: "Planned | None" = None
     in_parts: bool = False
@@ -100,8 +102,8 @@ class Planned:
 
     @property
     def own(self) -> int:
-        """Bytes of what is kept that were not on the disk before."""
-        return self.kept - self.linked
+        """Bytes that stay and were not on the disk before."""
+        return self.kept - self.linked + self.cached
 
     @property
     def pushed(self) -> int:

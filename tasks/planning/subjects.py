@@ -1,6 +1,6 @@
 """What a recipe is about, from the headers of its models and the sizes of its files."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -110,8 +110,27 @@ def _shapes(recipe: Recipe, cache: Path, *, needed: Collection[str]) -> dict[str
             continue
         if own is not None:
             shapes[field] = known[reference] = own
-    raise_faults([*faults, *_joining_faults(recipe, shapes), *type_faults(recipe)])
+    faults += [*_joining_faults(recipe, shapes), *_twice(recipe), *type_faults(recipe)]
+    raise_faults(faults)
     return shapes
+
+
+def _twice(recipe: Recipe) -> Iterator[Fault]:
+    """Experts that are one model, as the stage ``sources`` says it of their weights.
+
+    A config.json alone stands for models that are to come.
+    """
+    known: dict[str | Path, str] = {}
+    for name, domain in recipe.domains.items():
+        if domain.expert is None:
+            continue
+        field, folder = f"domains.{name}.expert", Path(domain.expert).expanduser()
+        if (folder / CONFIG).is_file() and not any(folder.glob("*.safetensors")):
+            continue
+        first = known.setdefault(folder.resolve() if folder.exists() else domain.expert, field)
+        if first != field:
+            remedy = f"is the same model as {first}; give each model once"
+            yield Fault(field, domain.expert, remedy)
 
 
 def _joining_faults(recipe: Recipe, shapes: Mapping[str, Shape]) -> list[Fault]:

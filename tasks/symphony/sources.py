@@ -14,6 +14,7 @@ from tasks.data.given import given_fields, given_model, given_models
 from tasks.data.lengths import position_faults
 from tasks.data.sources import (
     KEYS,
+    as_named,
     chat_faults,
     opened_models,
     write_fingerprints,
@@ -165,7 +166,8 @@ def outside_faults(recipe: Recipe, cache: Path) -> list[Fault]:
 
 def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     """What is wrong with given models: each alone, and all of them together."""
-    readers, tokens, faults = opened_models(recipe, given_fields(recipe), cache)
+    given = given_fields(recipe)
+    readers, tokens, faults = opened_models(recipe, given, cache)
     if not faults:
         faults += _mark_faults(recipe, readers)
     ready = [f"domains.{n}.expert" for n, domain in recipe.domains.items() if domain.expert]
@@ -183,7 +185,7 @@ def model_faults(recipe: Recipe, cache: Path) -> list[Fault]:
     if not faults and names and (len(names) == len(recipe.domains) or rules in names):
         models = dict(zip(names, (r.directory for r in readers.values()), strict=True))
         faults += segmentation_faults(models, rules)
-    return faults
+    return [*as_named(faults, given, readers)]
 
 
 def _mark_faults(recipe: Recipe, readers: Mapping[str, CheckpointReader]) -> Iterator[Fault]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
@@ -80,6 +81,33 @@ def resolve_model(
         return _of_gguf(gguf_path(reference, cache_dir), cache_dir, known)
     directory = _directory(reference, cache_dir)
     return _merged(directory, base, cache_dir, known) if is_adapter(directory) else directory
+
+
+def converted_before(
+    reference: str, cache_dir: Path, *, base: str | None = None, known: KnownFiles
+) -> bool:
+    """Whether a GGUF file or an adapter on this disk is in the cache as a checkpoint already.
+
+    Nothing is fetched and no weight read: of files whose hash is not known it is not.
+
+    Args:
+        reference: As for ``resolve_model``.
+        cache_dir: Where checkpoints made of other forms are kept.
+        base: What an adapter is merged into.
+        known: Remembers hashes of files.
+    """
+    path = _found(reference)
+    if path is None or not (cache_dir / CONVERTED).is_dir():
+        return False
+    if path.is_file():
+        return _place(cache_dir, {"gguf": known.recalled(path)}).is_dir()
+    into = None if base is None else _found(base)
+    if into is not None and into.is_file():
+        into = _place(cache_dir, {"gguf": known.recalled(into)})
+    if into is None or not into.is_dir():
+        return False
+    parts = _merging(_digests(path, known.recalled), _digests(into, known.recalled))
+    return _place(cache_dir, parts).is_dir()
 
 
 def _directory(reference: str, cache_dir: Path, revision: str | None = None) -> Path:
@@ -184,8 +212,7 @@ def _of_gguf(path: Path, cache_dir: Path, known: KnownFiles) -> Path:
 def _merged(directory: Path, base: str | None, cache_dir: Path, known: KnownFiles) -> Path:
     adapter = Adapter(directory)
     into = _base(adapter, base, cache_dir, known)
-    digests = {"adapter": _digests(directory, known), "base": _digests(into, known)}
-    parts = {"merging": MERGING, **digests}
+    parts = _merging(_digests(directory, known.sha256), _digests(into, known.sha256))
     return make_once(
         _place(cache_dir, parts), lambda partial: merge_adapter(adapter, into, partial)
     )
@@ -245,10 +272,15 @@ def _weights(directory: Path, known: KnownFiles) -> list[str]:
     return sorted(known.sha256(path) for path in directory.glob("*.safetensors"))
 
 
-def _digests(directory: Path, known: KnownFiles) -> dict[str, str]:
+def _merging(adapter: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, object]:
+    """What an adapter merged into its base is made of."""
+    return {"merging": MERGING, "adapter": adapter, "base": base}
+
+
+def _digests(directory: Path, digest: Callable[[Path], str | None]) -> dict[str, str | None]:
     """{file: sha256} of what belongs to a model or an adapter."""
     files = {path for pattern in WANTED for path in directory.glob(pattern) if path.is_file()}
-    return {p.relative_to(directory).as_posix(): known.sha256(p) for p in sorted(files)}
+    return {p.relative_to(directory).as_posix(): digest(p) for p in sorted(files)}
 
 
 def _place(cache_dir: Path, parts: Mapping[str, object]) -> Path:

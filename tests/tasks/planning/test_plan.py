@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 
 import httpx
@@ -390,7 +391,8 @@ def test_an_adapter_of_the_hub_is_planned_from_the_base_that_it_names(tmp_path, 
     monkeypatch.setattr("tasks.planning.subjects.hf_hub_download", fetch)
 
     def planned(expert):
-        own = {d: {"train": {"files": ["text.txt"]}, "expert": expert} for d in DOMAINS}
+        experts = dict.fromkeys(DOMAINS, str(llama)) | {"art": expert}
+        own = {d: {"train": {"files": ["text.txt"]}, "expert": experts[d]} for d in DOMAINS}
         return rows(made(tmp_path, llama, domains=own, seed_model={}))["experts"].kept
 
     assert planned("our-org/lora") == planned(str(llama))
@@ -414,15 +416,71 @@ def test_the_first_model_may_be_a_gguf_file_and_another_its_adapter(
     short = {name: {"sequence_length": 64} for name in ("statistics", "evaluation")}
     short["statistics"]["window"] = None
     for given in (file, adapter):
-        own = {name: {"train": {"files": ["a.txt"]}, "expert": str(given)} for name in ("a", "b")}
+        other = tmp_path / f"other-{given.name}"
+        shutil.copytree(given, other) if given.is_dir() else shutil.copyfile(given, other)
+        own = {
+            name: {"train": {"files": ["a.txt"]}, "expert": str(expert)}
+            for name, expert in {"a": given, "b": other}.items()
+        }
         found = plan(
             validate({"name": "small", "domains": own, **short}),
             tmp_path / "new",
             Machine(memory=10**12, cpus=8, disk=10**13),
             base=500_000_000,
         )
-        assert rows(found)["experts"].kept == 2 * Shape.of(made_of).stored
+        stored = Shape.of(made_of).stored
+        assert rows(found)["experts"].kept == 2 * stored
+        # What is converted and merged lies beside the workspace; of adapters, with their base.
+        cached = (2 if given == file else 3) * stored
+        assert rows(found)["sources"].cached == pytest.approx(cached, rel=0.01)
+        assert "| models, as safetensors beside it |" in found.places()
     assert not (tmp_path / "new").exists()
+
+
+def test_a_model_that_two_domains_name_is_refused(tmp_path, llama):
+    """Where there is a config.json alone, it stands for models that are to come."""
+    file = save_gguf(tmp_path / "one.gguf", save_bpe_model(tmp_path / "dense", ["alpha beta"] * 9))
+    for given in (file, tmp_path / "dense"):
+        own = {
+            name: {"train": {"files": ["a.txt"]}, "expert": str(given)} for name in ("a", "b", "c")
+        }
+        with pytest.raises(InputError) as found:
+            made(tmp_path, llama, domains=own)
+        said = [str(fault) for fault in found.value.faults if "same model" in fault.remedy]
+        assert said == [
+            f"domains.{name}.expert = '{given}': is the same model as domains.a.expert; "
+            "give each model once"
+            for name in ("b", "c")
+        ]
+
+
+def test_models_in_the_cache_are_not_to_come(tmp_path, llama, monkeypatch):
+    monkeypatch.setattr("upcycle_core.checkpoints.known.SETTLED_NS", -(10**12))
+    dense = save_bpe_model(tmp_path / "dense", ["alpha beta"] * 9)
+    file = save_gguf(tmp_path / "one.gguf", dense)
+    adapter, _ = save_adapter(tmp_path / "adapter", dense)
+    own = {
+        name: {"train": {"files": ["a.txt"]}, "expert": str(given)}
+        for name, given in {"a": file, "b": adapter}.items()
+    }
+    short = {name: {"sequence_length": 64} for name in ("statistics", "evaluation")}
+    short["statistics"]["window"] = None
+
+    def planned(**versions):
+        values = {"domains": own, "seed_model": {"model": str(dense)}, "versions": versions}
+        return made(tmp_path, llama, ready=False, **values, **short)
+
+    before = planned()
+    cached = [resolve_model(str(given), tmp_path / "models") for given in (file, adapter)]
+    sizes = [sum(f.stat().st_size for f in one.glob("*.safetensors")) for one in cached]
+    assert rows(before)["sources"].cached == pytest.approx(sum(sizes), rel=0.05)
+    after = planned()
+    assert before.disk == after.disk
+    assert before.disk_to_come - after.disk_to_come == rows(before)["sources"].cached
+    types = {reader: Shape.of(reader).dtype for reader in (*cached, dense)}
+    linked = rows(planned(given_weights="link"))
+    same = [one for one in cached if types[one] == types[dense]]
+    assert linked["experts"].linked == len(same) * Shape.of(dense).stored > 0
 
 
 def faults(found):
