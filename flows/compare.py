@@ -54,7 +54,7 @@ def _stages(recipe: Recipe) -> dict[Stage, list[str]]:
     return {s: s.items(recipe) for s in stages_of(recipe) if s not in TASKS.stages()}
 
 
-AIM = Aim(_stages)
+AIM = Aim(_stages, registers=())
 
 
 @flow(name="compare", task_runner=THREADS)

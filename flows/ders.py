@@ -34,7 +34,7 @@ def _stages(recipe: Recipe) -> dict[Stage, list[str]]:
     return {stage: stage.items(recipe) for stage in DUME.stages()} | compressed(recipe)
 
 
-AIM = Aim(_stages)
+AIM = Aim(_stages, registers=("compression",))
 
 
 @flow(name="ders", task_runner=THREADS)

@@ -64,6 +64,7 @@ def compression_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
         1,
         kept=stored[largest],
         registered=stored[largest],
+        own_code="ders",
         read=3 * original,
         memory=max(storing.values()),
         resources=recipe.compute.assembly,

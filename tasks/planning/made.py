@@ -31,10 +31,16 @@ class Aim:
     Args:
         stages: Of the recipe that it builds: stages, and their items; all by default.
         domains: Whose text is looked at; all by default.
+        registers: Stages whose models become versions; all that make one by default.
     """
 
     stages: Callable[[Recipe], Mapping[Stage, Collection[str]]] | None = None
     domains: Collection[str] | None = None
+    registers: Collection[str] | None = None
+
+    def registers_model(self, stage: str) -> bool:
+        """Whether what a stage makes becomes a version."""
+        return self.registers is None or stage in self.registers
 
     def items(self, recipe: Recipe) -> dict[Stage, list[str]]:
         """Stages in the order in which data flows, and their items."""

@@ -12,6 +12,7 @@ from tasks.engine.artifacts import SEED
 from tasks.engine.method import Addition
 from tasks.methods import COMPARISON, COMPRESSION, TASKS
 from tasks.planning.cached import Cached, cached_models, sources_row
+from tasks.planning.certified import certificate_rows
 from tasks.planning.ders import compared_row, comparison_rows, compression_rows
 from tasks.planning.dume import dume_rows
 from tasks.planning.machine import Machine, device_of, remote_directory
@@ -64,6 +65,7 @@ class Plan:
         rates: What a second brings there, where that is known.
         begun: Bytes of what is to come that lie on the disk already.
         has_remote: Whether DVC pushes to a remote at all.
+        certificates: What asking readers for the versions needs; they take what room there is.
     """
 
     rows: Sequence[Planned]
@@ -74,6 +76,7 @@ class Plan:
     rates: Rates | None = None
     begun: int = 0
     has_remote: bool = True
+    certificates: Sequence[Planned] = ()
 
     @property
     def coming(self) -> list[Planned]:
@@ -151,14 +154,19 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """How long what is not made yet takes; None where that is not known of a stage."""
-        found = [row.seconds(self.machine, self.rates) for row in self.coming]
+        found = self._times()
         known = [seconds for seconds in found if seconds is not None]
         return sum(known) if len(known) == len(found) else None
+
+    def _times(self) -> list[float | None]:
+        asked = (row for row in self.certificates if not row.is_done)
+        return [row.seconds(self.machine, self.rates) for row in (*self.coming, *asked)]
 
     def table(self) -> str:
         """The rows as Markdown."""
         lines = [f"| {' | '.join(HEAD)} |", f"| --- {'| ---: ' * (len(HEAD) - 1)}|"]
-        for row in (kind for stage in self.rows for kind in stage.kinds):
+        stages = (kind for stage in self.rows for kind in stage.kinds)
+        for row in (*stages, *self.certificates):
             where = " (GPU)" if row.resources.gpus else ""
             base = 0 if row.resources.gpus else self.base
             took, holding = row.seconds(self.machine, self.rates), row.holding(self.machine)
@@ -227,8 +235,8 @@ class Plan:
         if self.rates is None:
             return "not known without rates (python -m flows.plan RECIPE measures this machine's)"
         if self.seconds is None:
-            known = [row.seconds(self.machine, self.rates) or 0.0 for row in self.coming]
-            return f"{duration(sum(known))} (scaled), and more: not known of every stage"
+            known = sum(seconds or 0.0 for seconds in self._times())
+            return f"{duration(known)} (scaled), and more: not known of every stage"
         return f"{duration(self.seconds)} (scaled from rates; starts of processes left out)"
 
 
@@ -286,10 +294,19 @@ def plan(
     is_directory = remote_directory(recipe.versions.remote, home) is not None
     copies = 1 + (is_directory and machine.remote_disk is None)
     pushes = recipe.versions.remote is not None
-    begun = made.begun
-    if any(row.cached and not row.is_done for row in ordered):
-        begun += sum(model.size for model in cached.values() if model.is_there)
-    return Plan(ordered, machine, base, recipe.compute, copies, rates, begun, pushes)
+    begun = made.begun + _brought(ordered, cached)
+    versions = [row for row in ordered if row.registered and aim.registers_model(row.stage)]
+    certificates = [*certificate_rows(recipe, subjects, versions, machine)]
+    return Plan(
+        *(ordered, machine, base, recipe.compute, copies, rates, begun, pushes, certificates)
+    )
+
+
+def _brought(rows: Iterable[Planned], cached: Mapping[str, Cached]) -> int:
+    """Bytes of models that are in the cache already, of those whose row is to come."""
+    if not any(row.cached and not row.is_done for row in rows):
+        return 0
+    return sum(model.size for model in cached.values() if model.is_there)
 
 
 def _rest(recipe: Recipe, subjects: Subjects, stage: str, left: Collection[str]) -> Planned | None:

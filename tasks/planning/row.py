@@ -43,6 +43,8 @@ class Planned:
         remedies: What makes a piece smaller, beside fewer at once.
         lighter: From the bytes that a piece or worker may hold and the machine's GPUs to settings
             with which it does.
+        decoded: Bytes of weights that pass through memory, for one token after another.
+        own_code: Kind of the model that is registered, where that brings its code.
         linked: Bytes of what is kept that are the files of given models themselves.
         cached: Bytes that it leaves in the cache of models, beside what it publishes.
         made: How many of its items are there, and are not made again.
@@ -76,11 +78,13 @@ class Planned:
     kind: str = "assembly"
     remedies: Sequence[str] = ()
     lighter: Callable[[int, int], Iterable[str]] | None = None
+    decoded: int = 0
     linked: int = 0
     cached: int = 0
     made: int = 0
     rest: "Planned | None" = None
     in_parts: bool = False
+    own_code: str = ""
     also: "Planned | None" = None
 
     @property
@@ -169,7 +173,11 @@ class Planned:
             speed = rates.products(self.precision, busy, machine.cpus)
         if not speed or not rates.read or not rates.write:
             return None
+        if self.decoded and not rates.memory:
+            return None
         seconds = self.flops / speed + self.read / rates.read + self.writes / rates.write
+        if self.decoded:
+            seconds += self.decoded / rates.memory
         if self.alone_flops:
             seconds += self.alone_flops / rates.products("fp32", self.resources.cpus, machine.cpus)
         return seconds

@@ -44,7 +44,7 @@ def simoe_rows(recipe: Recipe, subjects: Subjects) -> Iterator[Planned]:
     own = Baseline(method="simoe", simoe=section(recipe), training=tuning.training)
     made = mixture_row("model", recipe, {SIMOE: own}, {SIMOE: shape}, kind="post_training")
     size = FP32 * pruned_parameters(shape, section(recipe))
-    yield replace(made, registered=size)
+    yield replace(made, registered=size, own_code="simoe")
     yield _answers_row(recipe, shape, size)
     scored, precision = len(scored_models(recipe)), recipe.task_evaluation.precision
     asking = recipe.compute.of("task_evaluation")
