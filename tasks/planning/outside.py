@@ -89,8 +89,8 @@ def _is_other_text(seen: Seen, source: Source, folder: Path | None, known: Known
 def _is_other_model(seen: Seen, reference: str, known: KnownFiles, looked: float) -> bool:
     """Whether files that may belong to a checkpoint do not look as they did; others are notes.
 
-    Of a file whose hash is not remembered, as after a move or a mount, the time of its last change
-    says it: whether that was after it was ``looked`` at.
+    Of a file whose hash is not remembered, as after a mount, the time of its last change says it:
+    whether that was after it was ``looked`` at.
     """
     folder = Path(reference).expanduser()
     if not (folder / CONFIG).is_file():
@@ -100,11 +100,18 @@ def _is_other_model(seen: Seen, reference: str, known: KnownFiles, looked: float
     names = {name for name in seen.keys() | there.keys() if belongs(name)}
     if any(name not in there or name not in seen for name in names):
         return True
-    recalled = {name: known.recalled(there[name]) for name in names}
+    recalled = {name: known.recalled(there[name], inode_may_change=True) for name in names}
     return any(
-        there[name].stat().st_mtime > looked if found is None else found != seen[name]
+        _changed(there[name]) > looked if found is None else found != seen[name]
         for name, found in recalled.items()
     )
+
+
+def _changed(file: Path) -> float:
+    """When a file was last changed: copies may bring the time of their content along, not that of
+    the inode, which links change too."""
+    status = file.stat()
+    return status.st_mtime if status.st_nlink > 1 else max(status.st_mtime, status.st_ctime)
 
 
 def _other_sets(recipe: Recipe, workspace: Workspace) -> Iterator[str]:

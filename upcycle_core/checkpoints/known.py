@@ -79,14 +79,21 @@ class KnownFiles:
             self._asked("DELETE FROM known WHERE key = ?", _key(status))
         return digest
 
-    def recalled(self, file: Path) -> str | None:
+    def recalled(self, file: Path, *, inode_may_change: bool = False) -> str | None:
         """The sha256 of a file that looks as when it was read; None where that is not known.
 
         Of a small file it is that of what is there: it is read as fast.
+
+        Args:
+            file: Which.
+            inode_may_change: Whether another time of its inode is no other look: rights and links
+                change it too. For forecasts, which a file of other content with the times of this
+                one may mislead.
         """
         status = file.stat()
         small = status.st_size < SMALLEST
-        return _sha256_of(file) if small else self._recalled(status)
+        looks_at = -1 if inode_may_change else None
+        return _sha256_of(file) if small else self._recalled(status, looks_at)
 
     def _digest(self, file: Path, size: int) -> str:
         return self.near(_sha256_of, file) if size >= SMALLEST else _sha256_of(file)
@@ -123,11 +130,12 @@ class KnownFiles:
             if now is not None and _mark(now)[:-1] == _mark(before)[:-1]:
                 self._remember(now, digest)
 
-    def _recalled(self, status: os.stat_result) -> str | None:
+    def _recalled(self, status: os.stat_result, looks_at: int | None = None) -> str | None:
         if self.verify == "always" or status.st_size < SMALLEST:
             return None
         known = self._read(_key(status))
-        return known["sha256"] if known is not None and known["mark"] == _mark(status) else None
+        is_known = known is not None and known["mark"][:looks_at] == _mark(status)[:looks_at]
+        return known["sha256"] if is_known else None
 
     def _remember(self, status: os.stat_result, digest: str) -> None:
         if status.st_size >= SMALLEST:

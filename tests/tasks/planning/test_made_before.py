@@ -144,7 +144,7 @@ def test_another_given_model_is_seen_without_reading_it(values, tmp_path, monkey
 
 
 def test_a_given_model_whose_hashes_are_forgotten_is_as_it_was_unless_it_is_newer(values, tmp_path):
-    """As after a move, a mount or a chmod; a folder beside the weights is no file of the model."""
+    """As after a mount; a folder beside the weights is no file of the model."""
     domain, own = next(iter(values["domains"].items()))
     given = save_pico(tmp_path / domain)
     (given / "tokenizer").mkdir()
@@ -157,6 +157,26 @@ def test_a_given_model_whose_hashes_are_forgotten_is_as_it_was_unless_it_is_newe
     [weights] = given.glob("*.safetensors")
     later = workspace.path(f"sources/{domain}.json").stat().st_mtime + 10
     os.utime(weights, (later, later))
+    assert "experts" in again(recipe, tmp_path / "home")
+
+
+def test_a_given_model_that_takes_the_place_of_one_is_another_whatever_its_times(values, tmp_path):
+    domain, own = next(iter(values["domains"].items()))
+    given = save_pico(tmp_path / domain)
+    own["expert"] = str(given)
+    recipe = validate(values)
+    workspace = published(recipe, tmp_path / "home")
+    [weights] = given.glob("*.safetensors")
+    aged = weights.stat().st_mtime - 3600
+    os.utime(weights, (aged, aged))
+    workspace.known.sha256(weights, own=True)
+    weights.chmod(0o600)  # changes the inode alone
+    assert again(recipe, tmp_path / "home") == {}
+    other = tmp_path / "other"
+    content = weights.read_bytes()
+    other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(other, (aged, aged))
+    other.rename(weights)
     assert "experts" in again(recipe, tmp_path / "home")
 
 
