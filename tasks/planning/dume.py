@@ -22,6 +22,7 @@ from tasks.planning.parts import (
     tokens_of,
 )
 from tasks.planning.row import Planned
+from upcycle_core.dume.checks import fewest_tokens
 from upcycle_core.dume.config import StatisticsConfig
 from upcycle_core.planning import memory, work
 from upcycle_core.planning.shape import Shape
@@ -105,7 +106,7 @@ def _backbone_row(recipe: Recipe, subjects: Subjects, shape: Shape, kept: int) -
         alone_remedies=["backbone.merge.attention = average"] if held > row.alone else (),
         kind="statistics",
         resources=resources,
-        remedies=["fewer statistics.tokens", "backbone.merge.attention = average"],
+        remedies=[*_fewer_tokens(recipe, shape, tokens), "backbone.merge.attention = average"],
     )
 
 
@@ -126,7 +127,7 @@ def _with_fitted_head(
         alone_flops=work.fitted_head_flops(shape, experts=domains),
         kind="statistics",
         resources=resources,
-        remedies=["fewer statistics.tokens", "backbone.merge.head = counts"],
+        remedies=[*_fewer_tokens(recipe, shape, tokens), "backbone.merge.head = counts"],
     )
 
 
@@ -150,16 +151,20 @@ def _statistics_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned
 def _router_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
     domains, config, texts = subjects.domains, recipe.statistics, len(splits(recipe))
     file = memory.statistics_file_bytes(shape, config)
+    cross_validates = recipe.router.ridge_lambda == "cross-validate"
+    # Each lambda without each fold, and the one that is chosen with all.
+    solved = 1 + cross_validates * config.parts * len(recipe.router.lambda_grid)
     row = Planned(
         "router",
         1,
         texts,
         kept=texts * FP32 * shape.layers * domains * shape.hidden,
-        read=texts * domains * file,
-        flops=texts * shape.layers * shape.hidden**3,
-        memory=memory.solving_bytes(
-            shape, config, cross_validates=recipe.router.ridge_lambda == "cross-validate"
-        ),
+        # Every fold is added up of the others, and by itself.
+        read=texts * domains * file * (1 + cross_validates * config.parts),
+        flops=texts * solved * shape.layers * shape.hidden**3,
+        precision="fp64",
+        memory=memory.solving_bytes(shape, config, cross_validates=cross_validates),
+        resources=recipe.compute.assembly,
     )
     if recipe.router.solve != "sequential":
         return row
@@ -205,7 +210,7 @@ def _routed_row(recipe: Recipe, subjects: Subjects, shape: Shape) -> Planned:
         ),
         kind="statistics",
         resources=resources,
-        remedies=["fewer statistics.tokens", "experts.repair_tokens = own"],
+        remedies=[*_fewer_tokens(recipe, shape, tokens), "experts.repair_tokens = own"],
     )
 
 
@@ -230,9 +235,17 @@ def _repaired_row(
         flops=domains * flops,
         precision=config.precision,
         memory=memory.repair_bytes(shape, config, tokens, head=head, device=device),
-        remedies=["fewer statistics.tokens", " and ".join(without)],
+        remedies=[*_fewer_tokens(recipe, shape, tokens), " and ".join(without)],
         **passes,
     )
+
+
+def _fewer_tokens(recipe: Recipe, shape: Shape, tokens: int) -> list[str]:
+    """The setting with which less text is read, where a repair can do with less."""
+    fewest = fewest_tokens({"intermediate_size": shape.inner})
+    if recipe.experts.repair == "none":
+        return ["fewer statistics.tokens"]
+    return [f"fewer statistics.tokens (at least {fewest:,})"] if tokens > fewest else []
 
 
 def _layers_bytes(shape: Shape, config: StatisticsConfig, tokens: int, *, device: str) -> int:

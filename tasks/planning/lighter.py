@@ -138,6 +138,8 @@ def divided(
 ) -> Iterator[str]:
     """More workers, who divide what one holds, on this machine's GPUs or on several machines.
 
+    Who shares a GPU with others gets one of its own first.
+
     Args:
         kind: The section of ``compute``.
         own: What it says now.
@@ -145,12 +147,14 @@ def divided(
         there: Bytes that one may hold.
         gpus: Of the machine.
     """
-    count = int(gpus / own.gpus) if own.gpus else 0
+    each = max(1.0, own.gpus) if own.gpus else 0.0
+    count = int(gpus / each) if each else 0
     numbers = [2**n for n in range(1, DOUBLINGS + 1) if own.workers <= 2**n <= count]
     for (more, size), n in product(sizes.items(), numbers):
-        found = replace(own, workers=n, sharding="full")
+        found = replace(own, workers=n, sharding="full", gpus=each)
         if found != own and size(found) <= there:
-            said = f"compute.{kind}.workers = {n} and sharding = full{more} (then "
+            whole = "" if each == own.gpus else " and gpus = 1"
+            said = f"compute.{kind}.workers = {n} and sharding = full{whole}{more} (then "
             yield f"{said}{gigabytes(size(found))} each; gradient_accumulation a multiple of {n})"
             return
     if dividing(own) == 1:

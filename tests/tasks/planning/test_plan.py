@@ -631,6 +631,20 @@ def test_workers_that_are_named_fit_with_the_accumulation_that_they_share(tmp_pa
     assert "compute.experts" not in of(workers=count, sharding="full")
 
 
+def test_workers_that_shared_a_gpu_have_one_each_where_more_divide_it(tmp_path, llama):
+    machine = Machine(10**12, 64, 10**13, gpus=4, gpu_memory=160 * 10**9)
+    training = {"batch_size": 1, "sequence_length": 512, "gradient_checkpointing": True}
+    training["gradient_accumulation"] = 4
+
+    def of(**workers):
+        sections = {"experts": {"training": training}, "compute": {"experts": workers}}
+        return faults(made(tmp_path, llama, ready=False, machine=machine, **sections))
+
+    _, remedy = of(gpus=0.5)["compute.experts"]
+    assert "compute.experts.workers = 4 and sharding = full and gpus = 1 (then" in remedy
+    assert "compute.experts" not in of(gpus=1, workers=4, sharding="full")
+
+
 def test_workers_are_named_with_what_else_they_need(tmp_path, llama):
     """Two that divide a training hold too much still, for what a batch keeps."""
     machine = Machine(10**12, 64, 10**13, gpus=2, gpu_memory=120 * 10**9)

@@ -143,3 +143,35 @@ def test_routers_layer_by_layer_load_a_whole_mixture_piece_by_piece(tmp_path, ll
     assert 2 * 5 * FFNS < router.memory < 2 * (WHOLE + 4 * FFNS)
     small = made(tmp_path, llama, machine=SMALL, **sections)
     assert "router.solve = joint" in refused(small)["router: 8"]
+
+
+def test_lambda_by_cross_validation_is_a_solution_of_each_and_each_fold(tmp_path, llama):
+    folds = {"statistics": {**STATISTICS, "folds": 4}}
+    asked = {"ridge_lambda": "cross-validate", "lambda_grid": [0.01, 1.0, 100.0]}
+    plain, crossed = (
+        rows(made(tmp_path, llama, router=router, **folds))["router"] for router in ({}, asked)
+    )
+    assert plain.flops == LAYERS * HIDDEN**3
+    assert crossed.flops == (1 + 4 * 3) * plain.flops
+    assert crossed.read == (1 + 4) * plain.read
+    assert crossed.kept == plain.kept
+
+
+def test_routers_are_solved_with_what_assembly_reserves(tmp_path, llama):
+    machine = Machine(memory=10**12, cpus=8, disk=10**13)
+    rates = Rates(**{**dict.fromkeys(RATES, 1e12), "fp32_one": 1e10})
+    one, all_of_them = (
+        rows(made(tmp_path, llama, compute={"assembly": {"cpus": cpus}}))["router"]
+        for cpus in (1, 8)
+    )
+    assert one.seconds(machine, rates) > 10 * all_of_them.seconds(machine, rates)
+
+
+@pytest.mark.parametrize(("tokens", "is_named"), [(TOKENS, True), (28_672, False)])
+def test_less_text_than_a_repair_needs_is_no_remedy(tmp_path, llama, tokens, is_named):
+    text = {**STATISTICS, "tokens": tokens}
+    gpu = Machine(memory=24 * 10**9, cpus=8, disk=10**13, gpus=1, gpu_memory=2 * 10**9)
+    asked = {"experts": {"repair": "down"}, "statistics": text}
+    asked["compute"] = {"statistics": {"gpus": 1}}
+    remedy = refused(made(tmp_path, llama, machine=gpu, **asked))["repaired: 1"]
+    assert ("fewer statistics.tokens (at least 28,672)" in remedy) == is_named
