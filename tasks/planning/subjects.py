@@ -23,7 +23,7 @@ from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError, raise_faults
 from upcycle_core.given.adapter import ADAPTER_CONFIG, Adapter, adapter_settings, is_adapter
-from upcycle_core.given.resolve import GGUF, gguf_path
+from upcycle_core.given.resolve import GGUF, absent_base, gguf_path
 from upcycle_core.planning.shape import Shape
 
 CONFIG = "config.json"
@@ -216,8 +216,22 @@ def _of_header(recipe: Recipe, reference: str, cache: Path, field: str) -> Shape
     if is_adapter(folder):
         base = Adapter(folder).base_name if seed in (None, reference) else seed
         if base is not None and not is_adapter(Path(base).expanduser()):  # else said when resolved
-            return _given(recipe, base, cache, field)
+            return _of_base(recipe, reference, base, cache, field)
     return Shape.of(given_model(recipe, reference, cache), field=field)
+
+
+def _of_base(recipe: Recipe, reference: str, base: str, cache: Path, field: str) -> Shape:
+    """That of what an adapter is merged into."""
+    try:
+        return _given(recipe, base, cache, field, is_base=True)
+    except InputError as error:
+        faults = (
+            replace(fault, value=reference, remedy=absent_base(base, fault.remedy))
+            if fault.value == base
+            else fault
+            for fault in error.faults
+        )
+        raise InputError(*faults) from error
 
 
 def _header(reference: str, cache: Path, field: str) -> Shape | None:

@@ -260,8 +260,28 @@ def _base_directory(
             raise InputError(Fault("adapter", place, remedy))
         return directory
     except InputError as error:
-        faults = (Fault("base of the adapter", f.value, f.remedy) for f in error.faults)
+        faults = (_of_base(fault, reference, place) for fault in error.faults)
         raise InputError(*faults) from error
+
+
+def _of_base(fault: Fault, reference: str, place: str) -> Fault:
+    """A fault of what an adapter is merged into; of the adapter where that is not to be had."""
+    if fault.value != reference:
+        return Fault("base of the adapter", fault.value, fault.remedy)
+    return Fault("adapter", place, absent_base(reference, fault.remedy))
+
+
+def absent_base(reference: str, why: str) -> str:
+    """What to do about an adapter whose base is not to be had.
+
+    Args:
+        reference: As ``adapter_config.json`` names it.
+        why: What is wrong with it.
+    """
+    return (
+        f"its base, by {ADAPTER_CONFIG}, is {reference}, which {why}; or name the base in "
+        "seed_model.model"
+    )
 
 
 def _is_hub_id(reference: str) -> bool:

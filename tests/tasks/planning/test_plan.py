@@ -917,3 +917,19 @@ def test_checkpoints_of_an_adapter_hold_the_frozen_weights_too():
     shape = Shape.of_config(pico_config().to_dict(), 2)
     planned = training(shape, ExpertTrainingConfig(method="lora"), WorkerResources())
     assert planned.each >= CHECKPOINTS * 2 * shape.whole
+
+
+def test_an_adapter_whose_base_is_elsewhere_is_named_with_what_helps(tmp_path):
+    dense = save_bpe_model(tmp_path / "dense", ["alpha beta"] * 9)
+    adapter, _ = save_adapter(tmp_path / "adapter", dense)
+    change_json(adapter / "adapter_config.json", base_model_name_or_path="../dense")
+    own = {
+        name: {"train": {"files": ["a.txt"]}, "expert": str(given)}
+        for name, given in {"a": adapter, "b": dense}.items()
+    }
+    with pytest.raises(InputError) as caught:
+        made(tmp_path, dense, domains=own)
+    [fault] = [f for f in caught.value.faults if f.field == "domains.a.expert"]
+    assert fault.value == str(adapter)
+    assert "its base, by adapter_config.json, is ../dense" in fault.remedy
+    assert "name the base in seed_model.model" in fault.remedy
