@@ -19,6 +19,7 @@ from flows.running.interrupted import close_interrupted
 from flows.running.naming import completed, link_runs, name_run, title_of_day
 from flows.running.planned import Begun, say_plan
 from flows.running.progress import ProgressArtifacts
+from flows.running.recording import record_published
 from flows.running.refused import in_a_line
 from flows.running.turn import live, log, turn
 from infra import settings as environment
@@ -29,7 +30,6 @@ from infra.services.processes import end_orphans
 from infra.settings import Settings
 from infra.tracking.registry import Registry
 from infra.tracking.runs import Run, Tracker
-from infra.versioning.known import Recorded
 from infra.versioning.versions import Versions, code_version, remote_faults, remote_of
 from tasks.engine.headline import write_headline
 from tasks.engine.reporting import Recorder
@@ -186,7 +186,9 @@ class FlowSession:
     def _submit_commit(self) -> None:
         self._committed = time.monotonic()
         published, self._published = self._published, {}
-        self._commits.append(self._committer.submit(self._commit, published))
+        self._commits.append(
+            self._committer.submit(record_published, self.workspace, self.versions, published)
+        )
 
     def finish(self) -> None:
         """All is made: build upon it from now on, let DVC record it, push where a remote is named.
@@ -235,27 +237,6 @@ class FlowSession:
             "pieces": covered([span for spans in fresh.values() for span in spans]),
             "stages": {stage: covered(spans) for stage, spans in fresh.items()},
         }
-
-    def _commit(self, published: Mapping[str, str]) -> None:
-        """Record what DVC has not recorded: also what a killed flow published.
-
-        Args:
-            published: {stage and item: artifact}.
-        """
-        if not published:
-            return
-        record = Recorded(self.workspace.root)
-        known, kept = record.known(), self.versions.recorded()
-        digests = {label: self.workspace.record_digest(out) for label, out in published.items()}
-        new = [
-            label
-            for label, digest in digests.items()
-            if known.get(label) != digest or label not in kept
-        ]
-        with self.workspace.linking(published[label] for label in new):
-            self.versions.commit(new)
-        if new:
-            record.add(digests)
 
 
 @contextmanager

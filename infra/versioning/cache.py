@@ -38,12 +38,15 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def outputs(lock: str) -> dict[str, list[Output]]:
     """{stage: its outputs} of a dvc.lock's text."""
+    return {name: entry.get("outs", []) for name, entry in _entries(lock).items()}
+
+
+def _entries(lock: str) -> dict[str, dict[str, Any]]:
     loader = LOADER(lock)
     try:
-        stages = (loader.get_single_data() or {}).get("stages", {})
+        return (loader.get_single_data() or {}).get("stages", {})
     finally:
         loader.dispose()
-    return {name: entry.get("outs", []) for name, entry in stages.items()}
 
 
 def recorded_outputs(root: Path) -> dict[str, list[Output]]:
@@ -52,9 +55,30 @@ def recorded_outputs(root: Path) -> dict[str, list[Output]]:
     Raises:
         InputError: It cannot be read.
     """
+    return {name: entry.get("outs", []) for name, entry in _recorded(root).items()}
+
+
+def behind(root: Path) -> set[str]:
+    """Stages of a workspace's dvc.lock that have read what stands in it otherwise by now.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    entries = _recorded(root)
+    made = {out["path"]: out.get("md5") for e in entries.values() for out in e.get("outs", [])}
+    return {
+        name
+        for name, entry in entries.items()
+        for dep in entry.get("deps", [])
+        if dep["path"] in made and made[dep["path"]] != dep.get("md5")
+    }
+
+
+def _recorded(root: Path) -> dict[str, dict[str, Any]]:
     lock = root / "dvc.lock"
     try:
-        return outputs(lock.read_text()) if lock.exists() else {}
+        entries = _entries(lock.read_text()) if lock.exists() else {}
+        return {name: {**entry} for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         detail = " ".join(str(error).split())
         remedy = f"cannot be read ({detail}); {DELETE_LOCK}"
