@@ -1,5 +1,6 @@
 """What is wrong across the fields of a recipe, found without reading any file."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import product
@@ -22,6 +23,7 @@ from upcycle_core.errors import Fault
 from upcycle_core.evaluation.tasks.config import KINDS
 from upcycle_core.training.config import TrainingConfig
 
+SHOWN = 3
 ON_THE_CPU = ("corpora", "assembly")
 """Kinds of work that no GPU does."""
 OWN_KEYS = {
@@ -100,30 +102,39 @@ def _domain_faults(recipe: Recipe) -> Iterator[Fault]:
             if missing:
                 remedy = f"no training text, and no {', '.join(missing)}; give one or the other"
                 yield Fault(f"{where}.train", None, remedy)
-        yield from _model_faults(domain.expert, f"{where}.expert")
-        if domain.origin is not None:
-            yield from _model_faults(domain.origin.model, f"{where}.origin.model")
         for part in ("train", "calibration", "heldout", "elsewhere"):
             source = getattr(domain, part)
             if source is not None:
-                yield from _source_faults(source, f"{where}.{part}", recipe.folder)
+                yield from source.faults(f"{where}.{part}")
     for name, source in recipe.outside.items():
-        yield from _source_faults(source, f"outside.{name}", recipe.folder)
-    yield from _model_faults(recipe.seed_model.model, "seed_model.model")
+        yield from source.faults(f"outside.{name}")
     if recipe.seed_model.text is not None:
-        yield from _source_faults(recipe.seed_model.text, "seed_model.text", recipe.folder)
+        yield from recipe.seed_model.text.faults("seed_model.text")
+    if needing := sorted(_needing_folder(recipe)):
+        needs = "needs" if len(needing) == 1 else "need"
+        said = f"{', '.join(needing[:SHOWN])}{' and more' * (len(needing) > SHOWN)} {needs} it"
+        yield Fault("folder", None, f"{said}; add --set folder=PATH")
     yield from domain_faults("backbone.experts", recipe.backbone.experts or (), recipe)
 
 
-def _model_faults(model: str | None, where: str) -> Iterator[Fault]:
-    if model is not None and FOLDER in model:  # else it has been filled in
-        yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
-
-
-def _source_faults(source: Source, where: str, folder: str | None) -> Iterator[Fault]:
-    yield from source.faults(where)
-    if folder is None and any(FOLDER in part for part in (*source.files, source.dataset or "")):
-        yield Fault("folder", None, f"{where} needs it; add --set folder=PATH")
+def _needing_folder(recipe: Recipe) -> Iterator[str]:
+    """Models and texts that are named by a folder which the recipe does not name; models that
+    were named by one have been filled in."""
+    models = {"seed_model.model": recipe.seed_model.model}
+    sources: dict[str, Source | None] = {f"outside.{name}": s for name, s in recipe.outside.items()}
+    sources["seed_model.text"] = recipe.seed_model.text
+    for name, domain in recipe.domains.items():
+        where = f"domains.{name}"
+        models[f"{where}.expert"] = domain.expert
+        models[f"{where}.origin.model"] = domain.origin.model if domain.origin else None
+        texts = ("train", "calibration", "heldout", "elsewhere")
+        sources |= {f"{where}.{part}": getattr(domain, part) for part in texts}
+    yield from (where for where, model in models.items() if model and FOLDER in model)
+    if recipe.folder is None:
+        for where, source in sources.items():
+            parts = [] if source is None else [*source.files, source.dataset or ""]
+            if any(FOLDER in part for part in parts):
+                yield where
 
 
 def responses_asked(recipe: Recipe) -> Iterator[tuple[str, str, Source]]:
@@ -221,6 +232,12 @@ def _bound_faults(recipe: Recipe) -> Iterator[Fault]:
         "evaluation.random_routing_seeds": evaluation.random_routing_seeds,
         "task_evaluation.seeds": tasks.seeds,
     }
+    once: dict[str, Sequence[object]] = {where: values for where, (values, _) in least.items()}
+    once |= {where: chosen or () for where, chosen in seeds.items()}
+    once["backbone.experts"] = recipe.backbone.experts or ()
+    for where, given in once.items():
+        if repeated := [value for value, count in Counter(given).items() if count > 1]:
+            yield Fault(where, repeated, "named more than once; give each once")
     for where, chosen in seeds.items():
         if chosen is None:
             continue

@@ -30,6 +30,8 @@ ASKING = ("symphony", "simoe", *(f"baselines.*.{name}" for name in ("symphony", 
 """Sections that ask for a method by being there: with nothing under it, one has its defaults."""
 
 Checks = Callable[[Recipe], Iterable[Fault]]
+ALIKE = 0.6
+"""Likeness of two names from which one may be meant by the other (difflib's own)."""
 BOUNDS = {
     "greater_than_equal": "at least",
     "greater_than": "more than",
@@ -217,9 +219,26 @@ def _fault_of(problem: Mapping[str, Any]) -> Fault:
     shown = masked(problem["input"], key)
     if problem["type"] != "unexpected_keyword_argument":
         return Fault(location, shown, _remedy(problem))
-    known = _keys_at(problem["loc"][:-1])
-    hint = f"did you mean {nearest(key, known)}?" if known else ""
-    return Fault(location, shown, f"no such key; {hint}")
+    return Fault(location, shown, f"no such key; {_hint(problem['loc'][:-1], key)}")
+
+
+def _hint(location: Sequence[str | int], key: str) -> str:
+    """What may be meant by a key that a section does not have: one of a section in it, of sections
+    beside it, or a name that is like it; else what keys there are."""
+    known, beside = _keys_at(location), _keys_at(location[:-1])
+    below = [name for name in known if key in _keys_at((*location, name))]
+    if below:
+        return f"did you mean {' or '.join(f'{name}.{key}' for name in below)}?"
+    path = ".".join(str(part) for part in location[:-1])
+    others = [name for name in beside if key in _keys_at((*location[:-1], name))]
+    if others and path:
+        return f"only {', '.join(f'{path}.{name}' for name in others)} have it"
+    if not known:
+        return ""
+    found = nearest(key, known)
+    if _likeness(key, found)[0] >= ALIKE:
+        return f"did you mean {found}?"
+    return f"the keys there are {', '.join(known)}"
 
 
 def _remedy(problem: Mapping[str, Any]) -> str:
@@ -240,14 +259,14 @@ def nearest(key: str, known: Sequence[str]) -> str:
     ``lamda`` is a ``ridge_lambda`` and no ``lambda_grid``.
     """
 
-    def alike(name: str) -> tuple[float, float]:
-        whole, last = (
-            difflib.SequenceMatcher(None, key, text).ratio()
-            for text in (name, name.rpartition("_")[2])
-        )
-        return max(whole, last), whole
+    return max(known, key=lambda name: _likeness(key, name))
 
-    return max(known, key=alike)
+
+def _likeness(key: str, name: str) -> tuple[float, float]:
+    whole, last = (
+        difflib.SequenceMatcher(None, key, text).ratio() for text in (name, name.rpartition("_")[2])
+    )
+    return max(whole, last), whole
 
 
 def _keys_at(location: Sequence[str | int]) -> list[str]:

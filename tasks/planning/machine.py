@@ -12,6 +12,8 @@ from upcycle_core.errors import Fault, InputError
 from upcycle_core.memory import cores
 
 COUNTS = ("cpus", "gpus")
+LARGEST = 2**60
+"""Of anything, in bytes or pieces."""
 SMALLEST = 10**6
 """Bytes; who says less has left the unit out."""
 
@@ -88,6 +90,8 @@ def _remedy(name: str, value: str) -> str | None:
     if name not in parts or amount is None:
         said = "say PART=AMOUNT, as memory=24GB or cpus=2"
         return f"{said}; parts are {', '.join(parts)}"
+    if amount > LARGEST:
+        return f"is more than any machine has ({LARGEST:.0e}); give {name} as it is"
     if name == "cpus" and not amount:
         return "a machine has at least one CPU, as cpus=2"
     if name not in COUNTS and 0 < amount < SMALLEST:

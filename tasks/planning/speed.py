@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.durable import is_whole, read_json, sealed, write_atomically
 from infra.recipe.amounts import amount_of
+from tasks.planning.machine import LARGEST
 from upcycle_core.errors import Fault, InputError
 from upcycle_core.planning.rates import Rates, identity, measure
 
@@ -16,6 +17,8 @@ WHOLE = ("fp32", "bf16")
 """Rates of all cores; of one core a share is taken where nothing is said of it."""
 
 MOVED = ("memory", "read", "write")
+SHOWN = 40
+"""Characters of a word."""
 SLOWEST = 10**6
 """A second; who says less has left the unit out."""
 
@@ -67,7 +70,10 @@ def given_rates(said: Sequence[str], cores: int) -> Rates:
             remedy = "say RATE=AMOUNT a second, as bf16=2T or read=2GB; rates are "
             faults.append(Fault("--rates", word, remedy + ", ".join(NAMES)))
             continue
-        if amount < SLOWEST:
+        if amount > LARGEST:
+            remedy = "is more than any machine does; give it as it is"
+            faults.append(Fault("--rates", word[:SHOWN], remedy))
+        elif amount < SLOWEST:
             unit = "2GB" if name in MOVED else "900G"
             remedy = f"is {amount:g} a second; give a unit, as {name}={unit}"
             faults.append(Fault("--rates", word, remedy))

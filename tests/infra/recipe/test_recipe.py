@@ -55,6 +55,46 @@ def test_unknown_key_deep_in_a_domain_is_named(values):
 
 
 @pytest.mark.parametrize(
+    ("section", "key", "said"),
+    [
+        ("experts", "checkpoint_steps", "did you mean training.checkpoint_steps or continued."),
+        ("compute.statistics", "workers", "only compute.seed, compute.experts, compute.post_tra"),
+        ("versions", "xyz", "the keys there are remote, given_weights"),
+    ],
+)
+def test_an_unknown_key_that_is_like_none_says_where_it_is_or_what_there_is(
+    values, section, key, said
+):
+    assert f"{section}.{key} = 2: no such key; {said}" in message(
+        with_value(values, f"{section}.{key}", 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("backbone.experts", ["letters", "numbers", "letters"]),
+        ("evaluation.random_routing_seeds", [7, 7]),
+        ("evaluation.sweep_top_k", [1, 1]),
+        ("router.lambda_grid", [0.1, 0.1]),
+    ],
+)
+def test_what_is_named_twice_is_refused(values, key, value):
+    said = message(with_value(values, key, value))
+    assert f"{key} = [{value[0]!r}]: named more than once; give each once" in said
+
+
+def test_a_folder_that_is_missing_is_said_once(values):
+    named = {"files": ["{folder}/a.txt"]}
+    for domain in values["domains"].values():
+        domain |= {"calibration": named, "heldout": named}
+    values["folder"] = None
+    [line] = [line for line in message(values).splitlines() if line.startswith("folder")]
+    said = "domains.colours.calibration, domains.colours.heldout, domains.colours.train"
+    assert line == f"folder = None: {said} and more need it; add --set folder=PATH"
+
+
+@pytest.mark.parametrize(
     "field", ["statistics.batch_size", "compute.cpus", "compute.evaluation.cpus"]
 )
 def test_a_number_that_no_machine_has_is_refused(values, field):
@@ -144,8 +184,13 @@ def test_the_folder_stands_in_paths_of_models_too(values, tmp_path):
     assert own.origin == Origin(model=f"{folder}/origin")
     del values["folder"]
     said = message(values)
-    assert "folder = None: seed_model.model needs it" in said
-    assert f"folder = None: domains.{DOMAINS[0]}.expert needs it" in said
+    own = sorted(f"domains.{name}.expert" for name in DOMAINS[:2])
+    texts = [f"domains.{name}.{text}" for name in DOMAINS for text in ("heldout", "train")]
+    assert f"folder = None: {', '.join(sorted(own + texts)[:3])} and more need it" in said
+    for name in DOMAINS:
+        for text in ("heldout", "train"):
+            values["domains"][name][text]["files"] = ["there.txt"]
+    assert f"folder = None: {', '.join(own)}, seed_model.model need it" in message(values)
 
 
 def test_all_faults_come_in_one_message(values):
@@ -162,7 +207,7 @@ def test_all_faults_come_in_one_message(values):
     ("change", "expected"),
     [
         ({"name": "../elsewhere"}, "name = '../elsewhere': names a folder in the workspace"),
-        ({"folder": None}, "folder = None: domains.colours.train needs it"),
+        ({"folder": None}, "folder = None: domains.colours.heldout, domains.colours.train,"),
         ({"moe": {"top_k": 4}}, "moe.top_k = 4: more than the 3 experts; use 1 to 3"),
         ({"router": {"ridge_lambda": -1.0}}, "router.ridge_lambda = -1.0: must not be negative"),
         ({"router": {"domain_weights": {"x": 2}}}, "router.domain_weights = 'x': not a domain"),
@@ -421,7 +466,7 @@ def test_a_gate_of_tuned_models_tolerates_no_negative_loss():
         ("router.ridge_lambda", False),
         ("statistics.tokens", True),
         ("router.domain_weights.letters", True),
-        ("evaluation.sweep_top_k", [1, True]),
+        ("evaluation.sweep_top_k", [2, True]),
     ],
 )
 def test_true_is_no_number(values, key, value):

@@ -891,6 +891,7 @@ def test_another_machine_is_described_in_words():
         (["memory=24"], r"memory=24'?: is 24 bytes; give a unit, as 24GB"),
         (["gpus=2"], r"gpus=2'?: say how much memory each has, as gpu_memory=80GB"),
         (["gpus=1", "gpu_memory=80"], r"is 80 bytes; give a unit, as 24GB"),
+        ([f"memory={'9' * 400}"], r"memory=9+\.*'?: is more than any machine has"),
     ],
 )
 def test_a_machine_that_is_half_described_is_refused(changes, said):

@@ -76,6 +76,11 @@ def test_a_rate_without_a_unit_is_refused(rate, example):
         given_rates(["bf16=2T", rate], cores=8)
 
 
+def test_a_rate_beyond_all_machines_is_refused():
+    with pytest.raises(InputError, match=r"fp32=9+.*is more than any machine does"):
+        given_rates([f"fp32={'9' * 400}"], cores=8)
+
+
 def test_time_is_products_by_the_cores_at_work_and_bytes_by_the_disk():
     row = Planned("x", 4, 4, kept=10**9, read=2 * 10**9, flops=8 * 10**9)
     assert row.seconds(HERE, RATES) == pytest.approx(8 / 4 + 2 / 1 + 1 / 0.5)
