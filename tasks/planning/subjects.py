@@ -19,6 +19,8 @@ from tasks.methods import METHODS
 from tasks.planning.parts import Subjects, in_type
 from tasks.symphony.variants import section
 from upcycle_core.architectures.compare import compare_configs
+from upcycle_core.architectures.headers import architecture_faults, header_faults
+from upcycle_core.checkpoints.reader import CheckpointReader, weight_files
 from upcycle_core.corpora.config import Domain, Source
 from upcycle_core.corpora.sources import source_files
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -180,7 +182,7 @@ def _given(
     if _is_converted(reference):
         return _of_header(recipe, reference, cache, field)
     try:
-        return Shape.of(_with_config(reference, cache), field=field)
+        return _seen(_with_config(reference, cache), field)
     except NOT_TO_BE_HAD as error:
         base = None if is_base else _base_on_hub(recipe, reference, cache)
         if base is not None:
@@ -217,7 +219,7 @@ def _of_header(recipe: Recipe, reference: str, cache: Path, field: str) -> Shape
         base = Adapter(folder).base_name if seed in (None, reference) else seed
         if base is not None and not is_adapter(Path(base).expanduser()):  # else said when resolved
             return _of_base(recipe, reference, base, cache, field)
-    return Shape.of(given_model(recipe, reference, cache), field=field)
+    return _seen(given_model(recipe, reference, cache), field)
 
 
 def _of_base(recipe: Recipe, reference: str, base: str, cache: Path, field: str) -> Shape:
@@ -234,13 +236,29 @@ def _of_base(recipe: Recipe, reference: str, base: str, cache: Path, field: str)
         raise InputError(*faults) from error
 
 
+def _seen(directory: Path, field: str) -> Shape:
+    """The shape of a checkpoint, or of a config.json alone, which stands for one that is to come.
+
+    Raises:
+        InputError: With all that is wrong with it by itself, as the stage ``sources`` says it.
+    """
+    _, _, faults = weight_files(directory, field)
+    if any(fault.value == str(directory) for fault in faults):  # no file of weights at all
+        shape = Shape.of(directory, field=field)
+        raise_faults(architecture_faults(shape.config, field))
+        return shape
+    reader = CheckpointReader(directory, field=field)  # says what else is wrong with its files
+    raise_faults(header_faults(reader, field))
+    return Shape.of_reader(reader)
+
+
 def _header(reference: str, cache: Path, field: str) -> Shape | None:
     """Of a model beside the first; None where it would have to be converted or merged for it, as a
     GGUF file or an adapter, whose type is its base's."""
     if _is_converted(reference):
         return None
     try:
-        return Shape.of(_with_config(reference, cache), field=field)
+        return _seen(_with_config(reference, cache), field)
     except HFValidationError as error:
         remedy = "is no directory, and no name that a hub could have; mend the path"
         raise InputError(Fault(field, reference, remedy)) from error

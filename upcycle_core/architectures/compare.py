@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 
 import torch
 
 from upcycle_core.architectures.families import FAMILIES, family_of
-from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED, Family
-from upcycle_core.architectures.resolve import stock_faults
+from upcycle_core.architectures.family import EMBEDDING, LM_HEAD, RECOMPUTED
+from upcycle_core.architectures.headers import header_faults
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.checkpoints.tokenizer import TokenIds
 from upcycle_core.checkpoints.vocabulary import read_vocabulary
@@ -157,88 +156,12 @@ def _norm_faults(config: Mapping, field: str) -> Iterator[Fault]:
         yield Fault(f"{field}.config.model_type", family.model_type, remedy)
 
 
-def tensor_faults(
-    reader: CheckpointReader,
-    family: Family,
-    field: str,
-    *,
-    config: Mapping | None = None,
-    ffn: bool = True,
-    mixed: bool = False,
-) -> list[Fault]:
-    """Account for every tensor: what is missing, misshapen, or there with no use for it.
-
-    Args:
-        reader: The checkpoint.
-        family: Its family.
-        field: How faults name it.
-        config: The configuration that its tensors must fit; its own by default.
-        ffn: Whether FFNs belong to it (a backbone has none).
-        mixed: Whether its tensors may be of several types, as those of a given model that is
-            brought into one form.
-    """
-    expected = family.tensors(config or reader.config, ffn=ffn)
-    place = str(reader.directory)
-    faults: list[Fault] = []
-    if other := _other_name(reader):
-        remedy = f"calls its embedding {other}, not {EMBEDDING}: it was saved without a head, in a "
-        remedy += "wrapper or as a part of another model; save its causal language model alone"
-        return [Fault(field, place, remedy)]
-    for name, shape in expected.items():
-        if name not in reader.tensors:
-            faults.append(Fault(field, place, f"lacks tensor {name}; fetch the checkpoint again"))
-        elif reader.tensors[name].shape != shape:
-            found = reader.tensors[name].shape
-            remedy = f"{name} has shape {list(found)}; {list(shape)} is expected by config.json"
-            faults.append(Fault(field, place, remedy))
-    for name in reader.tensors:
-        if name not in expected and RECOMPUTED.fullmatch(name) is None:
-            faults += list(surplus_fault(reader, name, field))
-    weights = {n: t for n, t in reader.tensors.items() if RECOMPUTED.fullmatch(n) is None}
-    dtypes = {str(info.dtype) for info in weights.values()}
-    if len(dtypes) > 1 and not mixed:
-        remedy = f"mixes {', '.join(sorted(dtypes))}; save it in one type"
-        faults.append(Fault(field, place, remedy))
-    return faults
-
-
-def _other_name(reader: CheckpointReader) -> str | None:
-    """What a checkpoint calls its embedding where all its tensors have another prefix."""
-    if EMBEDDING in reader.tensors:
-        return None
-    return next((n for n in reader.tensors if n.endswith(EMBEDDING.partition(".")[2])), None)
-
-
 def _own_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:
     """What is wrong with one expert by itself."""
-    try:
-        family = family_of(reader.config, field=f"{field}.config.model_type")
-        faults = family.config_faults(reader.config, field)
-        faults += stock_faults(reader.config, f"{field}.config")
-        if not faults:  # what the dense class takes, as no dropout, the MoE's may not
-            target = family.target_config(reader.config, experts=2, top_k=1)
-            faults += stock_faults(target, f"{field}.config")
-        yield from faults
-        yield from tensor_faults(reader, family, field, mixed=True)
-    except InputError as error:
-        yield from error.faults
+    yield from header_faults(reader, field, values=True)
     for name in reader.non_finite:
         remedy = f"{name} holds NaN or infinity; train or fetch this expert again"
         yield Fault(field, str(reader.directory), remedy)
-
-
-def surplus_fault(reader: CheckpointReader, name: str, field: str) -> Iterator[Fault]:
-    """Judge a tensor that nobody asked for; a tied head that equals the embedding is no fault."""
-    place = str(reader.directory)
-    if name != LM_HEAD or EMBEDDING not in reader.tensors:
-        yield Fault(field, place, f"holds {name}, which its architecture has no place for")
-    elif not reader.fact("head equals embedding", partial(_has_tied_head, reader)):
-        remedy = f"is tied by config.json, yet {name} differs from {EMBEDDING}; set "
-        yield Fault(field, place, remedy + "tie_word_embeddings to false, or remove the tensor")
-
-
-def _has_tied_head(reader: CheckpointReader) -> bool:
-    return torch.equal(reader.tensor(LM_HEAD), reader.tensor(EMBEDDING))
 
 
 def _vocabulary_faults(reader: CheckpointReader, field: str) -> Iterator[Fault]:

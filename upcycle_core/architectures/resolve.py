@@ -18,6 +18,8 @@ SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+MOST, MOST_LAYERS = 10**7, 10**4
+"""Beyond all models: lists of layers and sizes of tensors are made of these numbers."""
 # Types of rope whose frequencies depend on the length that the model was first trained on.
 _LENGTH_AWARE_ROPE = ("llama3", "yarn", "longrope")
 _ROPE_THETA = 10_000.0
@@ -70,6 +72,11 @@ def _size_faults(full: Mapping, field: str) -> list[Fault]:
         for name in sizes
         if type(full.get(name)) is not int or full[name] < 1
     ]
+    for name in (name for name in sizes if type(full.get(name)) is int):
+        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+        if full[name] > most:
+            remedy = f"is more than any model has ({most:,} at most); mend config.json"
+            faults.append(Fault(f"{field}.{name}", full[name], remedy))
     return faults + [
         Fault(f"{field}.{name}", full[name], "must be an object, or null; mend config.json")
         for name in ("rope_parameters", "rope_scaling")

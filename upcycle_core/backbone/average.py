@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, LM_HEAD
+from upcycle_core.architectures.headers import tensor_faults
 from upcycle_core.backbone.config import MergeConfig
 from upcycle_core.backbone.counts import row_weights, weighted_pieces
 from upcycle_core.backbone.write import Plan, common_config, common_type, write_model

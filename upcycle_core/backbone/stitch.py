@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig
 
-from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import LM_HEAD, Family
+from upcycle_core.architectures.headers import tensor_faults
 from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.load import check_loading, quiet_loading

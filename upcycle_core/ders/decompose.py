@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle_core.architectures.compare import surplus_fault
 from upcycle_core.architectures.dense_of import (
     dense_of,
     experts_of,
@@ -23,6 +22,7 @@ from upcycle_core.architectures.dense_of import (
 )
 from upcycle_core.architectures.families import FAMILIES, QWEN2_MOE, family_of
 from upcycle_core.architectures.family import LM_HEAD, Family, Target
+from upcycle_core.architectures.headers import surplus_fault
 from upcycle_core.backbone.write import weights_type
 from upcycle_core.checkpoints.reader import CheckpointReader, chunks
 from upcycle_core.ders.files import tensor_faults, type_faults

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from upcycle_core.architectures.compare import surplus_fault
 from upcycle_core.architectures.families import FAMILIES
 from upcycle_core.architectures.family import LM_HEAD
+from upcycle_core.architectures.headers import surplus_fault
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.ders.files import tensor_faults, type_faults
 from upcycle_core.errors import Fault, InputError, raise_faults

@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
-from upcycle_core.architectures.compare import tensor_faults
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import Family
+from upcycle_core.architectures.headers import tensor_faults
 from upcycle_core.architectures.resolve import with_vocabulary_of
 from upcycle_core.backbone.average import average_tensors
 from upcycle_core.backbone.write import Plan, common_config, common_type, type_faults

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from upcycle_core.architectures.axes import axes_of
-from upcycle_core.architectures.compare import MUST_AGREE, computed, has_length, tensor_faults
+from upcycle_core.architectures.compare import MUST_AGREE, computed, has_length
 from upcycle_core.architectures.families import family_of
 from upcycle_core.architectures.family import EMBEDDING, Family, rope_fields
+from upcycle_core.architectures.headers import tensor_faults
 from upcycle_core.backbone.slerp import slerp, spherical_mean
 from upcycle_core.backbone.vocabulary import Union, merge_rows, write_union_tokenizer
 from upcycle_core.backbone.weights import checked_weights

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from forms import change_json
+from pico import save_pico
 
 from tasks.planning.subjects import subjects_of
 from tasks.recipes import validate
@@ -157,3 +159,51 @@ def test_what_models_do_not_let_be_done_with_them_is_refused_as_the_flow_does(
     assert set(found) == {field}
     assert said in found[field]
     assert not refused({}, code=given, law=given)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"vocab_size": 200}, "; [200, 32] is expected by config.json"),
+        ({"num_key_value_heads": 1}, "is expected by config.json"),
+        ({"head_dim": 4}, "is expected by config.json"),
+        ({"num_hidden_layers": 3}, "lacks tensor model.layers.2."),
+        ({"attention_bias": True}, "MixtralForCausalLM cannot express it"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}},
+            "Missing required keys",
+        ),
+    ],
+)
+def test_weights_that_a_config_does_not_fit_are_refused_as_the_flow_does(
+    tmp_path, refused, values, said
+):
+    short = {"statistics": {"sequence_length": 16, "window": None}}
+    short["evaluation"] = {"sequence_length": 16}
+    given = {name: save_pico(tmp_path / name, seed=i) for i, name in enumerate(("code", "law"))}
+    assert refused(short, **given) == {}
+    change_json(given["law"] / "config.json", **values)
+    found = refused(short, **given)
+    assert all(field.startswith("domains.law.expert") for field in found)
+    assert any(said in text for text in found.values()), found
+
+
+def test_pickled_weights_are_refused_and_no_stand_in(tmp_path, llama, like, refused):
+    pickled = like("pickled")
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    found = refused(code=llama, law=pickled)
+    assert "holds pickled weights" in found["domains.law.expert"]
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "said"),
+    [
+        ({"hidden_size": 4097, "num_attention_heads": 7}, "", "is not a multiple of the number"),
+        ({"layer_types": ["full_attention"]}, "", "must be equal to the number of `layer_types`"),
+        ({"num_hidden_layers": 10**7}, ".num_hidden_layers", "is more than any model has"),
+        ({"vocab_size": 10**15}, ".vocab_size", "is more than any model has"),
+    ],
+)
+def test_a_config_that_no_model_has_is_refused_at_once(llama, like, refused, values, field, said):
+    found = refused(code=llama, law=like("odd", **values))
+    assert said in found[f"domains.law.expert.config{field}"]

@@ -11,9 +11,9 @@ from tests.pico import save_pico, save_pico_tokenizer
 from upcycle_core.architectures.compare import (
     compare_experts,
     compare_strangers,
-    tensor_faults,
 )
 from upcycle_core.architectures.families import family_of
+from upcycle_core.architectures.headers import tensor_faults
 from upcycle_core.checkpoints import reader as checkpoint_reader
 from upcycle_core.checkpoints.reader import CheckpointReader
 from upcycle_core.checkpoints.tokenizer import TokenIds
