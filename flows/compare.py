@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
         run_flow(recipe, compare, aim=AIM, shown=TABLE)
         workspaces = [home / recipe.name]
     else:
-        check(recipe, home / "models")
+        check(recipe, home)
         workspaces = [run_apart("flows.compare", chosen, recipe, seed) for seed in chosen.seeds]
     if chosen.out is not None:
         _write_page(chosen, recipe, workspaces)

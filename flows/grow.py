@@ -160,7 +160,7 @@ def look(recipe: Recipe, workspace: Workspace, domain: str, *, rebuild: bool = F
         remedy += "; to average it into the backbone: --rebuild" if life.averages else ""
         raise_faults([Fault("domain", domain, remedy)])
     raise_faults(domain_faults(life.section, given, {*known, domain}, joining=domain))
-    check(recipe, workspace.root.parent / "models")
+    check(recipe, workspace.root.parent)
 
 
 @command

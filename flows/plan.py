@@ -21,6 +21,7 @@ from flows.running.command_line import command
 from flows.running.planned import in_vain
 from infra import settings as environment
 from infra.cluster.memory import held_bytes
+from infra.versioning.versions import remote_faults
 from tasks.data.texts import absent_texts
 from tasks.engine.workspace import Workspace
 from tasks.living.lineage import with_lineage
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     recipe = load(chosen)
     base, settings = held_bytes(), environment.configure()
     home = settings.home
+    raise_faults(remote_faults("versions.remote", recipe.versions.remote, home))
     remote = remote_directory(recipe.versions.remote, home)
     machine = Machine.here(home, recipe.compute.cpus, remote).changed(chosen.machine)
     described = {change.partition("=")[0] for change in chosen.machine}

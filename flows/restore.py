@@ -166,7 +166,7 @@ def look(
     home = Path(into).expanduser().absolute() if into else settings.home
     workspace = Workspace(home / recipe.name)
     source = remote or recipe.versions.remote
-    raise_faults(_faults(workspace, source))
+    raise_faults(_faults(workspace, source, settings.home))
     assert source is not None
     return found, recipe, workspace, remote_of(source, settings.home)
 
@@ -214,14 +214,14 @@ def _with_one_gpu(values: Any) -> Any:
     return values
 
 
-def _faults(workspace: Workspace, remote: str | None) -> list[Fault]:
+def _faults(workspace: Workspace, remote: str | None, seen_from: Path) -> list[Fault]:
     found = [*_there_faults(workspace)]
     if remote is None:
         remedy = "the recipe names none; give the one that it was pushed to with --remote"
         found.append(Fault("remote", None, remedy))
     else:
         found += [*remote_fault("remote", remote), *secret_faults(remote, "remote")]
-        found += remote_faults("remote", remote)
+        found += remote_faults("remote", remote, seen_from)
     return found
 
 

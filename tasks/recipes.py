@@ -31,15 +31,15 @@ def with_method(recipe: Recipe) -> Recipe:
     return METHODS[method].completed(named) if method in METHODS else named
 
 
-def check(recipe: Recipe, models: Path) -> None:
+def check(recipe: Recipe, home: Path) -> None:
     """Look at everything that the recipe names outside the workspace.
 
     Args:
         recipe: What to make.
-        models: Where models from a hub are kept.
+        home: Where workspaces are, and models from a hub.
 
     Raises:
         InputError: With every fault of every text, model and task, and of the DVC remote.
     """
-    outside = METHODS[recipe.method].outside(recipe, models)
-    raise_faults([*outside, *remote_faults("versions.remote", recipe.versions.remote)])
+    outside = METHODS[recipe.method].outside(recipe, home / "models")
+    raise_faults([*outside, *remote_faults("versions.remote", recipe.versions.remote, home)])

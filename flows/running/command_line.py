@@ -168,7 +168,7 @@ def run_flow(
         raise_faults(compute_faults(recipe.compute, [there], known=there))
     if look is None:
         with _beside_models(recipe, settings, workspace):
-            check(recipe, settings.home / "models")
+            check(recipe, settings.home)
         say_plan(begun(recipe, workspace), settings, print, aim=aim)
     with turn(workspace, "the start of a flow", recipe):
         said = None if look is None else look(recipe, workspace)

@@ -326,7 +326,8 @@ def _record_history(session: FlowSession, flow_name: str) -> None:
 
 def _versions(recipe: Recipe, workspace: Workspace) -> Versions:
     """The workspace's DVC project, with a remote that DVC can speak to."""
-    raise_faults(remote_faults("versions.remote", recipe.versions.remote))
+    home = workspace.root.parent
+    raise_faults(remote_faults("versions.remote", recipe.versions.remote, home))
     versions = Versions(workspace.root)
     prepare(versions, recipe)
     return versions

@@ -271,13 +271,20 @@ def remote_of(remote: str, home: Path) -> str:
     return remote if "://" in remote else str((home / Path(remote).expanduser()).resolve())
 
 
-def remote_faults(where: str, remote: str | None) -> Iterator[Fault]:
+def remote_faults(where: str, remote: str | None, home: Path) -> Iterator[Fault]:
     """What keeps DVC from a remote, named at ``where``, whoever answers there.
 
     It is said before the work whose results the remote is to hold.
+
+    Args:
+        where: Where it is named.
+        remote: A directory, or a URL; there may be none.
+        home: Where a relative directory is seen from.
     """
     scheme, mark, _ = (remote or "").partition("://")
     scheme = scheme.lower()
+    if remote and not mark:
+        yield from _file_faults(where, Path(remote_of(remote, home)))
     if not mark or scheme == NAMED:
         return
     package = PACKAGES.get(scheme)
@@ -289,6 +296,14 @@ def remote_faults(where: str, remote: str | None) -> Iterator[Fault]:
         remedy = f"DVC lacks its package for {scheme}://: "
         remedy += f".venv/bin/pip install -c constraints.txt {asked}"
         yield Fault(where, masked(remote), remedy)
+
+
+def _file_faults(where: str, directory: Path) -> Iterator[Fault]:
+    """A file in the place of a directory, or of one above it: DVC would say so after the work."""
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    if not there.is_dir():
+        which = "is a file" if there == directory else f"lies below {there}, which is a file"
+        yield Fault(where, str(directory), f"{which}; name a directory")
 
 
 def _quoted(place: str) -> str:

@@ -56,3 +56,10 @@ def test_texts_that_are_not_there_are_said(tmp_path, monkeypatch, capsys):
     values["domains"]["numbers"]["heldout"] = {"files": [str(tmp_path / "texts/new/*.txt")]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     assert said() == ["Not there yet, and planned as no text: domains.numbers.heldout."]
+
+
+def test_a_remote_that_is_a_file_is_refused(plan_of, tmp_path):
+    code, said = plan_of("--set", "versions.remote=recipe.yaml")
+    assert code == 2
+    file = tmp_path / "recipe.yaml"
+    assert said.strip() == f"versions.remote = '{file}': is a file; name a directory"

@@ -62,13 +62,13 @@ def test_a_bucket_that_is_not_there_is_named_and_not_waited_for(bucket, tmp_path
         pushed(tmp_path, "s3://nowhere/upcycle")
 
 
-def test_a_remote_whose_package_is_missing_is_refused_beforehand(monkeypatch):
+def test_a_remote_whose_package_is_missing_is_refused_beforehand(tmp_path, monkeypatch):
     everything = importlib.util.find_spec
-    assert not list(module.remote_faults("remote", REMOTE))
+    assert not list(module.remote_faults("remote", REMOTE, tmp_path))
     without = lambda name: None if name == "dvc_s3" else everything(name)  # noqa: E731  (a stand-in)
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    [fault] = module.remote_faults("remote", REMOTE)
+    [fault] = module.remote_faults("remote", REMOTE, tmp_path)
     assert fault.field == "remote"
     assert "'.[s3]'" in fault.remedy
     for other in (None, "remote", "/s3", "https://host/a", "remote://mine/a"):
-        assert not list(module.remote_faults("remote", other))
+        assert not list(module.remote_faults("remote", other, tmp_path))

@@ -644,9 +644,9 @@ def test_every_scheme_of_dvc_has_its_package():
 
 
 @pytest.mark.parametrize("scheme", sorted(PACKAGES))
-def test_a_remote_whose_package_is_missing_is_said_before_work(scheme):
+def test_a_remote_whose_package_is_missing_is_said_before_work(scheme, tmp_path):
     remote, package = f"{scheme}://user:secret@place/folder", PACKAGES[scheme]
-    found = [str(fault) for fault in remote_faults("versions.remote", remote)]
+    found = [str(fault) for fault in remote_faults("versions.remote", remote, tmp_path)]
     if importlib.util.find_spec(package) is not None:
         assert found == []
         return
@@ -657,7 +657,22 @@ def test_a_remote_whose_package_is_missing_is_said_before_work(scheme):
 
 
 @pytest.mark.parametrize("remote", ["ftp://host/a", "file:///data/remote"])
-def test_a_scheme_that_dvc_does_not_know_is_refused_before_work(remote):
-    [fault] = remote_faults("versions.remote", remote)
+def test_a_scheme_that_dvc_does_not_know_is_refused_before_work(remote, tmp_path):
+    [fault] = remote_faults("versions.remote", remote, tmp_path)
     assert "no scheme that DVC knows; use one of azure, gdrive, gs," in fault.remedy
     assert "or give a directory without one" in fault.remedy
+
+
+def test_a_remote_in_the_place_of_a_file_is_refused_before_work(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.touch()
+    for remote, shown, what in (
+        (str(file), file, "is a file"),
+        ("notes.txt", file, "is a file"),  # seen from the home
+        ("notes.txt/remote", file / "remote", f"lies below {file}, which is a file"),
+    ):
+        found = [str(fault) for fault in remote_faults("versions.remote", remote, tmp_path)]
+        assert found == [f"versions.remote = '{shown}': {what}; name a directory"]
+    (tmp_path / "there").mkdir()
+    for remote in ("there", "not/yet", str(tmp_path / "there")):
+        assert not [*remote_faults("versions.remote", remote, tmp_path)]

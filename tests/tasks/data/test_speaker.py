@@ -48,7 +48,7 @@ def recipe_of(tmp_path, models, **changes) -> Recipe:
 def test_chats_are_read_as_the_experts_read_them_though_the_seed_cannot(tmp_path, models):
     recipe = recipe_of(tmp_path, models)
     assert speaker(recipe) == "code"
-    check(recipe, tmp_path / "cache")  # no fault
+    check(recipe, tmp_path)  # no fault
     assert speaker(recipe_of(tmp_path, models, backbone={"experts": ["law"]})) == "law"
 
 

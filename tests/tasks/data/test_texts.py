@@ -70,7 +70,7 @@ def values(tmp_path):
 
 def said(values, tmp_path):
     with pytest.raises(InputError) as error:
-        check(validate(values), tmp_path / "models")
+        check(validate(values), tmp_path)
     return {fault.field: fault.remedy for fault in error.value.faults}
 
 
@@ -83,12 +83,12 @@ def with_template(values, template):
 
 
 def test_chats_that_the_experts_tokenizer_writes_pass(values, tmp_path):
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_chats_need_a_template_that_writes_all_roles(values, tmp_path):
     values["domains"]["letters"]["heldout"] = chats(tmp_path / "system.jsonl", system=True)
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     dropping = CHATML.replace("in messages %", "in messages if message['role'] != 'system' %")
     with_template(values, dropping)
     (found,) = said(values, tmp_path).items()
@@ -115,7 +115,7 @@ def test_responses_are_asked_of_templates_that_tell_them(values, tmp_path):
     assert set(found) == {f"domains.{name}.calibration: chat_template" for name in DOMAINS}
     assert all("mark the assistant's text" in remedy for remedy in found.values())
     values["statistics"]["count"] = "all"
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_a_tokenizer_that_is_trained_here_writes_no_chats(tmp_path):
@@ -129,7 +129,7 @@ def test_a_tokenizer_that_is_trained_here_writes_no_chats(tmp_path):
 def test_tasks_in_chats_need_a_template_before_anything_is_trained(values, tmp_path, trained):
     values["tasks"] = {"own": {"heldout": "text", "domain": "letters"}}
     values["task_evaluation"] = {"chat_template": True}
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     if trained:
         more = pico_recipe(write_texts(tmp_path / "texts", domains=DOMAINS), domains=DOMAINS)
         values = more | {name: values[name] for name in ("tasks", "task_evaluation")}
@@ -151,7 +151,7 @@ def test_a_given_expert_that_no_task_asks_needs_no_template(values, tmp_path):
             (tmp_path / f"{name}-{part}.txt").write_text(f"{name} {part} says more\n" * 30)
     (tmp_path / "numbers" / "chat_template.jinja").unlink()
     assert AutoTokenizer.from_pretrained(tmp_path / "numbers").chat_template is None
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     values["task_evaluation"]["models"] = None
     assert f"{tmp_path / 'numbers'} has no" in said(values, tmp_path)[IN_CHATS]
 
@@ -159,14 +159,14 @@ def test_a_given_expert_that_no_task_asks_needs_no_template(values, tmp_path):
 def test_the_same_text_in_two_domains_is_refused(tmp_path):
     texts = write_texts(tmp_path / "texts", domains=DOMAINS)
     values = pico_recipe(texts, domains=DOMAINS)
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     shutil.copy(texts / "letters" / "heldout.txt", texts / "numbers" / "heldout.txt")
     found = said(values, tmp_path)
     assert set(found) == {"domains.numbers.heldout"}
     assert "is the same text as domains.letters.heldout" in found["domains.numbers.heldout"]
     text = (texts / "numbers" / "heldout.txt").read_text()
     (texts / "numbers" / "heldout.txt").write_text(text.replace("1", "2"))  # as large, no more
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_held_out_text_that_is_all_of_the_training_text_is_refused(tmp_path):
@@ -181,10 +181,10 @@ def test_held_out_text_that_is_all_of_the_training_text_is_refused(tmp_path):
         assert "all of domains.letters.train, too" in found[1]
         assert "leave heldout out" in found[1]
     letters["heldout"]["max_bytes"] = 1000  # training text yields, and some is left
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     letters["heldout"] = {"files": ["{folder}/letters/heldout.txt"]}
     letters["train"] = {"files": ["{folder}/letters/*.txt"]}
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_a_file_that_two_domains_hold_out_is_refused(tmp_path):
@@ -238,7 +238,7 @@ def own_text(tmp_path):
 
 def test_a_seed_with_text_of_its_own_is_trained_on_that_alone(own_text, tmp_path):
     recipe = validate(own_text)
-    check(recipe, tmp_path / "models")
+    check(recipe, tmp_path)
     assert seed_text.items(recipe) == [""]
     assert list(seed.inputs(recipe, "")) == ["seed_text/tokens/train", "tokenizer"]
     assert "seed_model.text" in seed_text.keys(recipe, "")
@@ -317,7 +317,7 @@ def test_responses_that_are_not_to_be_learnt_are_in_no_text_that_is_learnt_whole
         row["messages"] = [row["messages"][0], unlearnt, *row["messages"]]
     path = tmp_path / "letters.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    check(validate(values), tmp_path / "models")  # statistics train nothing
+    check(validate(values), tmp_path)  # statistics train nothing
     letters = values["domains"]["letters"]
     values["seed_model"] = {"model": letters.pop("expert")}
     letters["train"] = letters.pop("calibration")
@@ -328,7 +328,7 @@ def test_responses_that_are_not_to_be_learnt_are_in_no_text_that_is_learnt_whole
     assert found[1].startswith("learns all that is said, and ")
     assert "weight 0" in found[1]
     training["loss"] = "responses"
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_training_with_loss_on_responses_starts_at_their_loss(values, tmp_path):

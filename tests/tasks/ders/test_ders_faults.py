@@ -145,11 +145,11 @@ def given(folder):
 
 def test_ranks_above_the_matrices_of_given_models_are_refused_before_anything_is_made(tmp_path):
     values = given(tmp_path)
-    check(validate(values), tmp_path / "cache")
+    check(validate(values), tmp_path)
     values["compression"]["codecs"]["rank"]["rank"] = 33
     values["baselines"]["light"]["ders"]["rank"] = 40
     with pytest.raises(InputError) as error:
-        check(validate(values), tmp_path / "cache")
+        check(validate(values), tmp_path)
     assert {fault.field: fault.value for fault in error.value.faults} == {
         "compression.codecs.rank.rank": 33,
         "baselines.light.ders.rank": 40,

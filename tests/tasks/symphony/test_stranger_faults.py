@@ -57,21 +57,21 @@ def recipe_of(folder, **experts):
     }
 
 
-def faults_of(values, cache):
+def faults_of(values, home):
     with pytest.raises(InputError) as error:
-        check(validate(values), cache)
+        check(validate(values), home)
     return {fault.field: fault.remedy for fault in error.value.faults}
 
 
 def test_models_that_fit_pass(models, tmp_path):
-    check(validate(recipe_of(models)), tmp_path / "models")
+    check(validate(recipe_of(models)), tmp_path)
 
 
 def test_every_difference_of_every_model_is_in_one_message(models, tmp_path):
     save_pico(tmp_path / "wide", seed=2, hidden_size=64, intermediate_size=96)
     save_pico(tmp_path / "deep", seed=3, num_hidden_layers=3, hidden_act="gelu")
     values = recipe_of(models, physics=tmp_path / "wide", tax=tmp_path / "deep")
-    found = faults_of(values, tmp_path / "models")
+    found = faults_of(values, tmp_path)
     assert {
         "domains.physics.expert.config.hidden_size",
         "domains.physics.expert.config.intermediate_size",
@@ -82,7 +82,7 @@ def test_every_difference_of_every_model_is_in_one_message(models, tmp_path):
 
 def test_a_model_that_is_given_twice_is_named(models, tmp_path):
     shutil.copytree(models / "law", tmp_path / "copy")
-    found = faults_of(recipe_of(models, tax=tmp_path / "copy"), tmp_path / "models")
+    found = faults_of(recipe_of(models, tax=tmp_path / "copy"), tmp_path)
     assert any(field.startswith("domains.tax.expert") for field in found)
 
 
@@ -96,7 +96,7 @@ def test_training_goes_on_from_no_model_without_an_end_token(models, tmp_path):
     domain = values["domains"]["law"]
     domain["origin"] = {"model": str(tmp_path / "endless")}
     del domain["expert"]
-    found = faults_of(values, tmp_path / "models")
+    found = faults_of(values, tmp_path)
     assert "set its eos_token" in found["domains.law.origin.model"]
 
 
@@ -107,9 +107,9 @@ def test_each_model_without_a_token_to_begin_texts_with_is_named(models, tmp_pat
             settings.pop("bos_token", None)
             path.write_text(json.dumps(settings))
     values = recipe_of(models)
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     values["corpus"] = {"bos": "always"}
-    found = faults_of(values, tmp_path / "models")
+    found = faults_of(values, tmp_path)
     assert found == {
         "corpus.bos": "the tokenizer of domains.law.expert has no beginning-of-sequence token; "
         "use auto or never"
@@ -124,10 +124,10 @@ def test_other_merge_rules_ask_whose_segmentation_the_result_has(models, tmp_pat
         save_pico(tmp_path / name, seed=len(name), vocab_size=size)
         shutil.copytree(tmp_path / f"{name}.tokenizer", tmp_path / name, dirs_exist_ok=True)
     values = recipe_of(models, code=tmp_path / "one", law=tmp_path / "other")
-    found = faults_of(values, tmp_path / "models")
+    found = faults_of(values, tmp_path)
     assert [remedy for remedy in found.values() if "symphony.segmentation" in remedy]
     values["symphony"]["segmentation"] = "code"
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_responses_are_scored_where_all_models_have_one_tokenizer(tmp_path):
@@ -139,14 +139,14 @@ def test_responses_are_scored_where_all_models_have_one_tokenizer(tmp_path):
         domain["train"] = chats(tmp_path / f"{name}.jsonl", tag=name)
         domain["heldout"] = chats(tmp_path / f"{name}-heldout.jsonl", tag=f"{name} held out")
     values["evaluation"] = {"loss": "responses"}
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
     save_chat_tokenizer(tmp_path / "law", "llama3")
     values["symphony"] = {"segmentation": "code"}
-    found = faults_of(values, tmp_path / "models")
+    found = faults_of(values, tmp_path)
     assert "domains.law.expert has another tokenizer" in found["evaluation.loss"]
     assert "use all" in found["evaluation.loss"]
     values["evaluation"] = {"loss": "all"}
-    check(validate(values), tmp_path / "models")
+    check(validate(values), tmp_path)
 
 
 def test_responses_are_not_scored_where_tokenizers_are_trained_here(models, tmp_path):
@@ -155,20 +155,20 @@ def test_responses_are_not_scored_where_tokenizers_are_trained_here(models, tmp_
     for name in ("code", "law"):
         values["domains"][name]["heldout"] = values["domains"]["tax"]["train"]
     values |= {"symphony": {"segmentation": "code"}, "evaluation": {"loss": "responses"}}
-    assert "physics" in faults_of(values, tmp_path / "models")["evaluation.loss"]
+    assert "physics" in faults_of(values, tmp_path)["evaluation.loss"]
     del values["domains"]["code"], values["domains"]["law"]
     values["symphony"] = {}
-    assert "evaluation.loss" not in faults_of(values, tmp_path / "models")  # they share one
+    assert "evaluation.loss" not in faults_of(values, tmp_path)  # they share one
     values["domains"]["tax"]["origin"] = {"vocabulary_size": 300}
     values["symphony"] = {"segmentation": "tax"}
-    assert "tax" in faults_of(values, tmp_path / "models")["evaluation.loss"]
+    assert "tax" in faults_of(values, tmp_path)["evaluation.loss"]
 
 
 def test_a_given_model_must_fit_those_that_are_trained_here(models, tmp_path):
     values = recipe_of(models)
     values["domains"]["tax"] = {"train": values["domains"]["law"]["train"], "origin": {}}
     values["symphony"]["segmentation"] = "code"
-    found = faults_of(values, tmp_path / "models")
+    found = faults_of(values, tmp_path)
     assert "seed_model.shape has 128" in found["domains.code.expert.config.hidden_size"]
 
 
@@ -185,13 +185,13 @@ def beside(models):
 
 
 def test_a_model_that_is_trained_here_may_stand_beside_a_given_one_of_its_shape(beside, tmp_path):
-    check(validate(beside), tmp_path / "models")
+    check(validate(beside), tmp_path)
 
 
 def test_a_tokenizer_of_its_own_beside_a_given_model_s_asks_whose_rules_count(beside, tmp_path):
     """After training there would be no more to be done about it."""
     beside["domains"]["law"]["origin"] = {"vocabulary_size": 300}
-    check(validate(beside), tmp_path / "models")
+    check(validate(beside), tmp_path)
     del beside["symphony"]["segmentation"]
     with pytest.raises(InputError) as error:
         validate(beside)
@@ -211,7 +211,7 @@ def test_all_that_models_must_agree_in_is_asked_before_any_is_trained(
     beside, tmp_path, name, value, attribute
 ):
     beside["seed_model"]["shape"][name] = value
-    found = faults_of(beside, tmp_path / "models")
+    found = faults_of(beside, tmp_path)
     assert f"domains.code.expert.config.{attribute}" in found
     if name != "attention_heads":
         assert set(found) == {f"domains.code.expert.config.{attribute}"}
@@ -221,7 +221,7 @@ def test_all_that_models_must_agree_in_is_asked_before_any_is_trained(
 def test_what_no_shape_can_say_asks_for_other_models(beside, tmp_path):
     save_pico(tmp_path / "other", seed=4, rms_norm_eps=1e-5)
     beside["domains"]["code"]["expert"] = str(tmp_path / "other")
-    found = faults_of(beside, tmp_path / "models")
+    found = faults_of(beside, tmp_path)
     assert list(found) == ["domains.code.expert.config.rms_norm_eps"]
     assert "which no recipe changes" in found["domains.code.expert.config.rms_norm_eps"]
 
@@ -233,7 +233,7 @@ def test_given_models_are_held_against_a_shape_as_they_will_be(beside, models, t
         "expert": str(tmp_path / "long"),
         "train": {"files": [str(models / "physics.txt")]},
     }
-    check(validate(beside), tmp_path / "models")
+    check(validate(beside), tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
