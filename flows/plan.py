@@ -20,6 +20,7 @@ from flows.running.arguments import load, parser_of
 from flows.running.command_line import command
 from flows.running.planned import in_vain
 from infra import settings as environment
+from infra.cluster.capacity import named_faults
 from infra.cluster.memory import held_bytes
 from infra.versioning.versions import remote_faults
 from tasks.data.texts import absent_texts
@@ -59,7 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"Not there yet, and planned as no text: {', '.join(absent)}.")
     # Of a cluster that is named the machines are not known, unless they are described.
     is_local = settings.ray_address == "local" or bool(chosen.machine)
-    raise_faults(made.faults(is_local=is_local))
+    named = named_faults(recipe.compute) if settings.ray_address == "local" and is_here else ()
+    raise_faults([*made.faults(is_local=is_local), *named])
 
 
 if __name__ == "__main__":

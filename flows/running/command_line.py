@@ -19,7 +19,7 @@ from flows.running.own_server import start_server
 from flows.running.planned import Begun, say_plan
 from flows.running.turn import turn
 from infra import settings as environment
-from infra.cluster.capacity import compute_faults, machine
+from infra.cluster.capacity import compute_faults, machine, named_faults
 from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
@@ -165,7 +165,8 @@ def run_flow(
     workspace = Workspace(settings.home / recipe.name)
     if settings.ray_address == "local":
         there = machine(recipe.compute.cpus)
-        raise_faults(compute_faults(recipe.compute, [there], known=there))
+        known = compute_faults(recipe.compute, [there], known=there)
+        raise_faults([*known, *named_faults(recipe.compute)])
     if look is None:
         with _beside_models(recipe, settings, workspace):
             check(recipe, settings.home)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from infra.cluster.capacity import named_faults
 from infra.cluster.memory import held_bytes
 from infra.recipe.schema import Recipe
 from infra.settings import Settings
@@ -61,4 +62,6 @@ def say_plan(
     except InputError:
         return
     say(made.line())
-    raise_faults(made.faults(is_local=settings.ray_address == "local"))
+    is_local = settings.ray_address == "local"
+    named = named_faults(recipe.compute) if is_local else ()
+    raise_faults([*made.faults(is_local=is_local), *named])

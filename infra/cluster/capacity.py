@@ -1,5 +1,6 @@
 """Whether the machines of a Ray have room for a piece: Ray itself would wait for ever."""
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 
@@ -16,6 +17,8 @@ KEYS = {"CPU": "cpus", "GPU": "gpus", "memory": "memory"}
 """What a recipe calls Ray's own resources."""
 BROUGHT = ("node:", ACCELERATOR)
 """How names begin of what every machine has by itself."""
+FOUND = ("FURIOSA", "HPU", "MBLT", "NPU", "RBLN", "TPU", "TTNPU", "neuron_cores")
+"""What Ray looks for on a machine beside GPUs, and names so."""
 
 
 def machine(cpus: int | None) -> dict[str, float]:
@@ -50,10 +53,7 @@ def compute_faults(
         known: What of the machines is known, by Ray's names (``CPU``, ``GPU``, ``memory``), and
             nothing else is looked at; all by default.
     """
-    for field in fields(compute):
-        asked = getattr(compute, field.name)
-        if not isinstance(asked, Resources) or asked == type(asked)():
-            continue
+    for kind, asked in _kinds(compute):
         workers = getattr(asked, "workers", 1)
         if known is not None:
             asked = Resources(
@@ -63,8 +63,28 @@ def compute_faults(
             )
         for fault in room_faults(asked, workers, machines):
             _, _, what = fault.field.partition(" ")
-            where = ".".join(filter(None, ("compute", field.name, what)))
+            where = ".".join(filter(None, ("compute", kind, what)))
             yield Fault(where, fault.value, fault.remedy)
+
+
+def named_faults(compute: ComputeConfig) -> Iterator[Fault]:
+    """Resources that are the user's own, where a flow starts its Ray itself: that one has none."""
+    for kind, asked in _kinds(compute):
+        for name, amount in asked.resources.items():
+            if name not in FOUND and not name.startswith(BROUGHT):
+                given = json.dumps({name: _plain(amount)})
+                remedy = "the Ray that a flow starts for itself has no such resource; remove it, "
+                remedy += f"or start one that has it (ray start --head --resources='{given}') and "
+                remedy += "name that in RAY_ADDRESS"
+                yield Fault(f"compute.{kind}.resources.{name}", _plain(amount), remedy)
+
+
+def _kinds(compute: ComputeConfig) -> Iterator[tuple[str, Resources]]:
+    """Kinds of work that ask for something of their own."""
+    for field in fields(compute):
+        asked = getattr(compute, field.name)
+        if isinstance(asked, Resources) and asked != type(asked)():
+            yield field.name, asked
 
 
 def room_faults(

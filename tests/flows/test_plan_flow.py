@@ -63,3 +63,12 @@ def test_a_remote_that_is_a_file_is_refused(plan_of, tmp_path):
     assert code == 2
     file = tmp_path / "recipe.yaml"
     assert said.strip() == f"versions.remote = '{file}': is a file; name a directory"
+
+
+def test_a_resource_that_a_local_ray_cannot_have_is_refused_and_a_cluster_may_have_it(plan_of):
+    asked = ("--set", "compute.statistics={resources: {ssd: 1}}")
+    code, said = plan_of(*asked)
+    assert code == 2
+    assert said.startswith("compute.statistics.resources.ssd = 1: the Ray that a flow starts")
+    assert plan_of(*asked, "--machine", "cpus=64") == (0, "")
+    assert plan_of(*asked, ray_address="ray://there:1") == (0, "")

@@ -58,3 +58,11 @@ def test_a_cluster_s_memory_is_not_this_machine_s(recipe, settings, monkeypatch)
     assert said_of(recipe, replace(settings, ray_address="ray://there:1"))
     with pytest.raises(InputError, match=r"compute\.evaluation"):
         said_of(recipe, settings)
+
+
+def test_a_resource_that_a_local_ray_cannot_have_is_refused(recipe, settings):
+    statistics = replace(recipe.compute.statistics, resources={"ssd": 1.0})
+    asked = replace(recipe, compute=replace(recipe.compute, statistics=statistics))
+    with pytest.raises(InputError, match=r"compute\.statistics\.resources\.ssd = 1: the Ray that"):
+        said_of(asked, settings)
+    assert said_of(asked, replace(settings, ray_address="ray://there:1"))

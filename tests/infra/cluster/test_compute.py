@@ -12,8 +12,9 @@ import psutil
 import pytest
 import ray
 from pico import save_pico
+from ray._private.accelerators import get_all_accelerator_resource_names
 
-from infra.cluster.capacity import compute_faults, machine, room_faults
+from infra.cluster.capacity import FOUND, compute_faults, machine, named_faults, room_faults
 from infra.cluster.compute import cluster, placements, run_pieces
 from infra.cluster.pieces import Piece
 from infra.cluster.shared_storage import look, storage_fault, written_token
@@ -331,3 +332,13 @@ def test_every_kind_that_asks_for_more_than_any_machine_has_is_named_before_work
 def test_kinds_that_ask_for_nothing_of_their_own_are_let_pass():
     assert not list(compute_faults(ComputeConfig(cpus=1), [machine(1)]))
     assert not list(compute_faults(ComputeConfig(), []))
+
+
+def test_a_local_ray_has_no_resource_of_the_user_s_which_is_known_before_it_runs():
+    there = {"ssd": 2, "TPU": 1, "node:127.0.0.1": 1}  # the others are Ray's own names
+    compute = ComputeConfig(statistics=Resources(resources=there), experts=WorkerResources(cpus=2))
+    [fault] = named_faults(compute)
+    assert (fault.field, fault.value) == ("compute.statistics.resources.ssd", 2)
+    assert """ray start --head --resources='{"ssd": 2}') and name that in RAY""" in fault.remedy
+    detected = {*get_all_accelerator_resource_names()} - {"GPU"}  # which has a key of its own
+    assert detected == {*FOUND}
