@@ -10,6 +10,7 @@ from pathlib import Path
 from upcycle_core.errors import Fault, InputError
 
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+ELSE = "name another one; that of all of this project's files is UPCYCLE_HOME"
 
 
 @contextmanager
@@ -30,11 +31,13 @@ def permission_faults(field: str) -> Iterator[None]:
 
 def _remedy(path: Path, error: OSError) -> str:
     there, owner = _owner(path)
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        said = "lies on a file system that is mounted read-only"
+        return f"{said}: have it mounted for writing, or {ELSE}"
     whose = "it belongs" if there == path else f"{there} belongs"
     return (
         f"{error.strerror}; {whose} to {_name(owner)}, and this is {_name(os.geteuid())}: run it "
-        "as the owner, have the place given to you (chown -R), or name another one; that of all "
-        "of this project's files is UPCYCLE_HOME"
+        f"as the owner, have the place given to you (chown -R), or {ELSE}"
     )
 
 

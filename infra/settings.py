@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from infra.disk import full_home, is_full_disk
 from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.services.ports import HOST
 from infra.services.processes import find, read_records
-from upcycle_core.errors import Fault, raise_faults
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -180,7 +181,7 @@ def read(environment: Mapping[str, str]) -> Settings:
         InputError: As ``configure``.
     """
     raise_faults(_user_faults())
-    home = Path(environment.get("UPCYCLE_HOME") or REPOSITORY / "workspace").expanduser().absolute()
+    home = _home(environment)
     raise_faults(_faults(environment, home))
     prefect = _own_server(home, "prefect")
     own_prefect = f"{prefect}/api" if prefect else None
@@ -198,6 +199,21 @@ def read(environment: Mapping[str, str]) -> Settings:
         ray_sessions=Path(environment.get("RAY_TMPDIR") or DEFAULTS["RAY_TMPDIR"]) / "ray",
         flows_at_once=int(environment.get("UPCYCLE_FLOWS_AT_ONCE") or 1),
     )
+
+
+@contextmanager
+def full_disk_faults(environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Turn a full disk meanwhile into an error that names the home, where the databases are.
+
+    Raises:
+        InputError: The disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        raise InputError(full_home(_home(environment))) from error
 
 
 def environment_of(settings: Settings, **changes: str) -> dict[str, str]:
@@ -246,6 +262,11 @@ def _own_token() -> str:
 def is_inner() -> bool:
     """Whether another command runs this one."""
     return INNER in os.environ
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    named = environment.get("UPCYCLE_HOME") or REPOSITORY / "workspace"
+    return Path(named).expanduser().absolute()
 
 
 _DEFAULT_PORTS = {"UPCYCLE_PREFECT_PORT": "4200", "UPCYCLE_MLFLOW_PORT": "5000"}

@@ -20,6 +20,7 @@ from flows.running.planned import Begun, say_plan
 from flows.running.turn import turn
 from infra import settings as environment
 from infra.cluster.capacity import compute_faults, machine, named_faults
+from infra.disk import home_faults
 from infra.permissions import permission_faults
 from infra.recipe.names import masked
 from infra.recipe.schema import Recipe
@@ -41,26 +42,26 @@ Result = TypeVar("Result")
 
 def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
     """A command line that ends with exit code 2 and every fault named after bad input, where a
-    file is another user's, or where a server has not answered for as long as it was asked again.
+    file is another user's, where the disk is full, or where a server has not answered for as long
+    as it was asked again.
 
     A signal stops it; see ``run_stoppable``.
     """
 
     def attempt(arguments: list[str] | None) -> int:
         try:
-            with permission_faults("file"):
+            with permission_faults("file"), environment.full_disk_faults():
                 main(arguments)
         except InputError as error:
             print(error, file=sys.stderr)
             return 2
         except subprocess.CalledProcessError as error:  # of a command that has said why
             return error.returncode if error.returncode > 0 else 1
-        except (httpx.TransportError, RuntimeError) as error:
-            # Prefect's client wraps what its first request met.
-            lost = error.__context__ if UNREACHED in str(error) else error
-            if not isinstance(lost, httpx.TransportError):
+        except (httpx.HTTPError, RuntimeError) as error:
+            fault = _server_fault(error)
+            if fault is None:
                 raise
-            print(_lost_server(lost), file=sys.stderr)
+            print(fault, file=sys.stderr)
             return 2
         return 0
 
@@ -69,6 +70,17 @@ def command(main: Callable[[list[str] | None], None]) -> Callable[..., int]:
         return run_stoppable(functools.partial(attempt, arguments))
 
     return run
+
+
+def _server_fault(error: Exception) -> Fault | None:
+    """What a server's error is to people: it is gone, or its database finds no room."""
+    # Prefect's client wraps what its first request met.
+    lost = error.__context__ if UNREACHED in str(error) else error
+    if isinstance(lost, httpx.TransportError):
+        return _lost_server(lost)
+    if isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error:
+        return next(home_faults(environment.configure().home), None)
+    return None
 
 
 def _lost_server(error: httpx.TransportError) -> Fault:
@@ -85,9 +97,10 @@ def reach_server(settings: environment.Settings) -> None:
     Ctrl-C: it keeps the record of how the flow has ended.
 
     Raises:
-        InputError: It does not answer, or one on another machine has a database of this home.
+        InputError: It does not answer, one on another machine has a database of this home, or
+            there is no room for a database.
     """
-    raise_faults(_elsewhere_faults(settings))
+    raise_faults([*_elsewhere_faults(settings), *home_faults(settings.home)])
     api = settings.prefect_api_url
     if api is None:
         if PREFECT_API_URL.value() is None:  # nor does Prefect's own profile name one

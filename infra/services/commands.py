@@ -11,7 +11,7 @@ from infra.services.api import DeploymentError
 from infra.services.deployments import deploy, undeploy
 from infra.services.pools import HOME, create_pool
 from infra.services.servers import ServiceError, down, status, up
-from infra.settings import Settings, configure
+from infra.settings import Settings, configure, full_disk_faults
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--home", metavar="PATH", help=f"pool: the volume's place; {HOME}")
     chosen = parser.parse_intermixed_args(arguments)
     try:
-        with permission_faults("file"):
+        with permission_faults("file"), full_disk_faults():
             _do(configure(), chosen)
     except (InputError, ServiceError, DeploymentError) as error:
         sys.exit(str(error))

@@ -238,7 +238,8 @@ def open_database(settings: Settings) -> MlflowClient:
         InputError: It cannot be reached or read.
     """
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+    # What it says of an error, in hundreds of lines, it raises as well.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     use_files(settings)
     waits = "waiting for another command that opens MLflow's database"
     with locked(settings.mlflow_artifacts.parent / "database.lock", waits):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infra.disk import disk_faults
 from infra.recipe.schema import Recipe, resolve
 from infra.versioning.cache import drop_linked
 from infra.versioning.known import Recorded
@@ -21,7 +22,7 @@ from tasks.engine.pinned import pinned_faults
 from tasks.engine.sources import module_digests, package_versions
 from tasks.engine.stage_run import Session, StageRun
 from tasks.engine.why import as_recorded_now, differences, in_one_line, upgrades
-from tasks.engine.workspace import disk_faults, fingerprint
+from tasks.engine.workspace import fingerprint
 from upcycle_core.errors import Fault, InputError, raise_faults
 
 Inputs = Callable[[Recipe, str], Iterable[str]]

@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,22 +19,13 @@ from infra.permissions import permission_faults
 from upcycle_core.checkpoints.hashing import sha256_file, tree_digest
 from upcycle_core.checkpoints.known import FILE, KnownFiles
 from upcycle_core.durable import sync
-from upcycle_core.errors import FULL, Fault, InputError, raise_faults
+from upcycle_core.errors import Fault, InputError, raise_faults
 
 PROVENANCE = "provenance.json"
 STAGE = ".stage"
 """In a folder of pieces: whose they are."""
 RESTORING = ".restoring"
 """In a workspace while a version is brought back into it."""
-FULL_SAID = re.compile(
-    rf"os error ({'|'.join(map(str, sorted(FULL)))})\b"  # safetensors, tokenizers
-    r"|unexpected pos \d+ vs|PytorchStreamWriter failed writing"  # torch
-    r"|\d+ requested and \d+ written"  # numpy
-    r"|database or disk is full"  # SQLite
-)
-"""What libraries say of them that pass on no error of the system."""
-
-
 LINKING = ".linking"
 """In an artifact that is made, while a piece's files are linked into it."""
 NO_LINKS = {
@@ -322,32 +312,6 @@ def enclosing(path: str) -> Iterator[str]:
 def fingerprint(parts: Mapping[str, Any]) -> str:
     """sha256 of plain values, whatever their order."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-@contextmanager
-def disk_faults(field: str, path: Path) -> Iterator[None]:
-    """Turn a full disk, here or where a piece ran, into an error that says so."""
-    try:
-        yield
-    except Exception as error:
-        if not _is_full_disk(error):
-            raise
-        free = shutil.disk_usage(path).free
-        remedy = (
-            f"the disk is full ({free / 1e6:.0f} MB free), or a file larger than allowed; free "
-        )
-        remedy += "some space and run the same command again: finished pieces are kept"
-        raise InputError(Fault(field, str(path), remedy)) from error
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Whether that is the error, or what a worker raised, which Ray carries as its cause."""
-    carried = getattr(error, "cause", None)
-    if isinstance(carried, BaseException):
-        return _is_full_disk(carried)
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in FULL
-    return FULL_SAID.search(str(error)) is not None
 
 
 def take(source: Path, target: Path) -> None:

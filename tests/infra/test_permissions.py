@@ -47,6 +47,16 @@ def test_a_home_that_is_another_user_s_is_named_with_its_owner(closed):
     assert len(said.splitlines()) == 1
 
 
+def test_a_home_that_is_mounted_read_only_is_named_with_that(closed, monkeypatch):
+    statvfs = os.statvfs(closed)
+    flags = (*statvfs[:8], statvfs.f_flag | os.ST_RDONLY, statvfs.f_namemax)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(flags))
+    with unprivileged(), pytest.raises(InputError) as error:
+        settings.configure({"UPCYCLE_HOME": str(closed / "home")})
+    said = f"UPCYCLE_HOME = '{closed}/home': lies on a file system that is mounted read-only: have "
+    assert str(error.value).startswith(said)
+
+
 def test_a_workspace_that_is_another_user_s_is_named(closed):
     workspace = Workspace(closed / "pico")
     with (

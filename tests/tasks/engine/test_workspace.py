@@ -7,22 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayTaskError
-from safetensors import SafetensorError
 
 from flows import restore
-from tasks.engine.workspace import PROVENANCE, RESTORING, Held, Workspace, disk_faults, take
+from tasks.engine.workspace import PROVENANCE, RESTORING, Held, Workspace, take
 from upcycle_core.errors import InputError
 
 
 @pytest.fixture
 def workspace(tmp_path):
     return Workspace(tmp_path / "demo")
-
-
-def carried_by_ray(error):
-    """What ``ray.get`` raises where a worker has raised ``error``."""
-    return RayTaskError("piece", "traceback", error).as_instanceof_cause()
 
 
 def publish(workspace, text="one", artifact="experts/law"):
@@ -243,34 +236,6 @@ def test_a_restore_that_fails_removes_what_it_can_and_leaves_its_mark_where_it_c
     assert left == {"a", ".lock", RESTORING}
 
 
-def test_full_disk_is_said_with_what_to_do(tmp_path):
-    with (
-        pytest.raises(InputError, match=r"the disk is full .* finished pieces are kept"),
-        disk_faults("experts@law", tmp_path),
-    ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
-        SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
-        OSError("100000 requested and 6250 written"),
-        RuntimeError("(sqlite3.OperationalError) database or disk is full"),
-        carried_by_ray(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-    ],
-    ids=["limit", "safetensors", "torch", "numpy", "sqlite", "worker"],
-)
-def test_full_disk_is_told_wherever_it_shows(tmp_path, error):
-    with (
-        pytest.raises(InputError, match="the disk is full"),
-        disk_faults("experts@law", tmp_path),
-    ):
-        raise error
-
-
 @pytest.mark.parametrize("place", ["experts", "experts/law", ".pieces", ".lock", "params.yaml"])
 def test_link_out_of_the_workspace_is_refused_before_anything_is_written(
     workspace, tmp_path, place
@@ -302,11 +267,6 @@ def test_workspace_that_is_a_link_is_refused_and_a_link_above_or_inside_is_not(t
     (inside.root / "link").symlink_to(inside.root / ".dvc")
     with inside.lock("a test"):
         pass
-
-
-def test_other_errors_pass_through(tmp_path):
-    with pytest.raises(PermissionError), disk_faults("experts@law", tmp_path):
-        raise PermissionError(errno.EACCES, "no")
 
 
 def no_links(*_args, **_more):
