@@ -20,16 +20,12 @@ def main(arguments: list[str] | None = None) -> None:
     A champion that was lost on the way is none any more, if its recipe requires a certificate.
     """
     chosen = parser_of("certify").parse_args(arguments)
-    if not {"@", "/"} & set(chosen.model):
-        remedy = f"names no version; write {chosen.model}@champion or {chosen.model}/1"
-        raise InputError(Fault("model", chosen.model, remedy))
     registry = Registry(environment.configure())
-    reference = f"models:/{chosen.model.removeprefix('models:/')}"
-    version = registry.referenced(reference)
+    version = registry.referenced(chosen.model)
     if not version.model_id:
         remedy = "is files beside MLflow, not a model that it has logged: its certificate would "
         remedy += "have no place; log it and register that"
-        raise InputError(Fault("model", reference, remedy))
+        raise InputError(Fault("model", chosen.model, remedy))
 
     from infra.readers.reader import READERS  # torch
     from tasks.release.certificate import certify_version, revoke, version_files

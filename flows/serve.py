@@ -20,6 +20,7 @@ from infra.serving.follower import Follower, Patience, Swap
 from infra.serving.front import Naming
 from infra.serving.server import listen, serve
 from infra.tracking import copies
+from infra.tracking.references import parsed
 from infra.tracking.registry import Registry
 from tasks.serving.engines import PATHS, EngineChoice, clear_folder, engine_faults, launcher
 from upcycle_core.errors import Fault, InputError, raise_faults
@@ -29,19 +30,14 @@ from upcycle_core.errors import Fault, InputError, raise_faults
 def main(arguments: list[str] | None = None) -> None:
     """Serve until a signal comes."""
     chosen = parser_of("serve").parse_args(arguments)
-    name, at, alias = chosen.model.removeprefix("models:/").partition("@")
-    if not at:
-        name, _, alias = name.partition("/")
-    if not alias:
-        remedy = f"names no version; write {name}@champion or {name}/1"
-        raise InputError(Fault("model", chosen.model, remedy))
+    name, mark, alias = parsed(chosen.model)
     settings = environment.configure()
     listening = listen(chosen.port)
     port = listening.getsockname()[1]
     choice = _choice(chosen)
     raise_faults(engine_faults(choice))
     registry = Registry(settings)
-    registry.referenced(f"models:/{name}{'@' if at else '/'}{alias}")
+    registry.referenced(chosen.model)
     folder = settings.services / f"serve-{port}"
     folder.mkdir(parents=True, exist_ok=True)
     bound_logs(folder)
@@ -52,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     follow = functools.partial(
         Follower,
-        (lambda: registry.followed(name, alias)) if at else (lambda: (int(alias), 0)),
+        (lambda: registry.followed(name, alias)) if mark == "@" else (lambda: (int(alias), 0)),
         launcher(settings, registry, name, choice, folder=folder),
         patience=Patience(chosen.hold, chosen.drain, chosen.start),
         swap=_swap(chosen.swap, choice),

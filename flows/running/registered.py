@@ -13,7 +13,6 @@ from infra.settings import Settings
 from infra.tracking import copies
 from infra.tracking.records import Version
 from infra.tracking.registry import Registry
-from infra.tracking.runs import MODEL_SCHEME
 from tasks.release.versions import COMPRESSED_TAG
 from upcycle_core.baselines.config import FROM_EXPERTS
 from upcycle_core.corpora.config import Bos
@@ -52,27 +51,18 @@ class Registered:
         return domains if of_domains else []
 
 
-def _named(reference: str) -> str:
-    """``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` of what was typed.
-
-    Raises:
-        InputError: It names no version.
-    """
-    name = reference.removeprefix(MODEL_SCHEME)
-    if not {"@", "/"} & set(name):
-        remedy = f"names no version; write {name}@champion or {name}/1"
-        raise InputError(Fault("model", reference, remedy))
-    return f"{MODEL_SCHEME}{name}"
-
-
 def registered(reference: str, settings: Settings) -> Registered:
     """Find a version and its files, of one version also where an alias moves meanwhile.
+
+    Args:
+        reference: ``NAME@ALIAS`` or ``NAME/VERSION``, as it was typed.
+        settings: Name the registry.
 
     Raises:
         InputError: There is no such version, or its files cannot be read.
     """
     registry = Registry(settings)
-    version = registry.referenced(_named(reference))
+    version = registry.referenced(reference)
     directory = copies.in_place(version, registry)
     if directory is None:
         directory = copies.checkpoint(version, registry, settings)

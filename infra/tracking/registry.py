@@ -22,6 +22,7 @@ from infra.tracking.locations import copy_files, local_folder, side_by_side, syn
 from infra.tracking.locks import locked
 from infra.tracking.private import delete_files
 from infra.tracking.records import Registration, Version, flatten
+from infra.tracking.references import parsed, unknown_fault
 from infra.tracking.runs import (
     METRICS_PER_CALL,
     MODEL_SCHEME,
@@ -293,26 +294,22 @@ class Registry:
         )
 
     def referenced(self, reference: str) -> Version:
-        """The version that ``models:/NAME@ALIAS`` or ``models:/NAME/NUMBER`` names, for its files.
+        """The version that ``NAME@ALIAS`` or ``NAME/NUMBER`` names, for its files.
+
+        Args:
+            reference: With or without ``models:/`` before it.
 
         Raises:
             InputError: There is no such version, or its files are lost.
         """
-        name, at, alias = reference.removeprefix(MODEL_SCHEME).partition("@")
-        if not at:
-            name, _, alias = name.partition("/")
+        name, mark, alias = parsed(reference)
         versions = self.versions(name)
         for version in versions:
-            if (alias in version.aliases) if at else (alias == str(version.number)):
+            if (alias in version.aliases) if mark == "@" else (alias == str(version.number)):
                 version.need_files()
                 return version
-        remedy = "not in the registry; name a version that is, models:/NAME@champion or "
-        remedy += "models:/NAME/NUMBER: MLflow lists them (make up)"
-        if versions:
-            aliases = sorted({f"@{alias}" for version in versions for alias in version.aliases})
-            numbers = [f"/{version.number}" for version in versions[-5:]]
-            remedy = f"not in the registry; of {name} there is {', '.join(aliases + numbers)}"
-        raise InputError(Fault("model", reference, remedy))
+        names = [model.name for model in self._client.search_registered_models()]
+        raise InputError(unknown_fault(reference, versions, names))
 
     def _store_model(self, name: str, directory: Path, registration: Registration, run: Run) -> str:
         client = self._client

@@ -41,6 +41,19 @@ def test_bad_input_is_named(at_home, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("/models/pico", "is a path, and no registered model; name a version that is, "),
+        ("pico@champion", "not in the registry; name a version that is, upcycle-pico@champion or "),
+        ("upcycle-pico", "names no version; of upcycle-pico there is @champion, /1"),
+    ],
+)
+def test_what_is_no_version_is_said_as_it_was_typed(at_home, capsys, model, said):
+    assert main([model, "a"]) == 2
+    assert capsys.readouterr().err.startswith(f"model = '{model}': {said}")
+
+
 def test_no_tokens_are_refused(capsys):
     with pytest.raises(SystemExit):
         main([NAME, "a", "--tokens", "0"])
