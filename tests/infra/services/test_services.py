@@ -390,6 +390,7 @@ def test_new_data_starts_the_retraining(environment, prefect):
     nightly = ask(f"{prefect}/api/deployments/name/hello/demo-every-night")
     sent = python("-m", "flows.announce", "a file of law", environment=environment)
     assert sent.returncode == 0, sent.stderr
+    assert "what waits for it starts within seconds" in sent.stdout
     query = {"deployments": {"id": {"any_": [nightly["id"]]}}}
     deadline = time.monotonic() + 300
     while True:
