@@ -64,6 +64,10 @@ def load_recipe(
             values out of bounds, and what ``faults`` finds.
     """
     values = _values(path)
+    keys = [key for key in values if not str(key).startswith(".")]
+    if keys and set(keys) <= set(ADDABLE):
+        remedy = f"holds {' and '.join(keys)} alone, for a recipe: name that before it, as "
+        raise_faults([Fault("recipe", str(path), f"{remedy}recipes/demo.yaml {path}")])
     for file in added:
         _add(values, file)
     for override in overrides:
@@ -216,6 +220,8 @@ def _override(values: Any, override: str) -> None:
 def _fault_of(problem: Mapping[str, Any]) -> Fault:
     location = ".".join(str(part) for part in problem["loc"])
     key = str(problem["loc"][-1]) if problem["loc"] else ""
+    if problem["type"] == "missing":  # whose input is all that is there
+        return Fault(location, None, "is missing; give it")
     shown = masked(problem["input"], key)
     if problem["type"] != "unexpected_keyword_argument":
         return Fault(location, shown, _remedy(problem))

@@ -96,8 +96,9 @@ class Versions:
             InputError: What DVC would read there cannot be read.
         """
         self.history.prepare()
-        scm = {"no_scm": str(not self.history.is_there)}
-        self._configure({"core": scm, "cache": CACHE})
+        # Who runs DVC here by hand reports to nobody either, nor leaves a report in /tmp.
+        core = {"no_scm": str(not self.history.is_there), "analytics": "False"}
+        self._configure({"core": core, "cache": CACHE})
         _write_if_changed(self.root / ".dvcignore", "/.staging\n/.pieces\n/.waiting\n")
         _write_if_changed(self.root / "params.yaml", params)
         _write_if_changed(self.root / "dvc.yaml", pipeline)

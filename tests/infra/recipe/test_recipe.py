@@ -521,6 +521,18 @@ def test_recipe_without_keys_is_refused(tmp_path, text):
         load_recipe(tmp_path / "recipe.yaml", ["seed=1"])
 
 
+def test_a_file_that_adds_to_a_recipe_is_none_itself(tmp_path):
+    path = tmp_path / "more.yaml"
+    path.write_text(".of: &of {method: bam}\nbaselines: {bam: *of}\n")
+    with pytest.raises(InputError, match="holds baselines alone, for a recipe: name that before"):
+        load_recipe(path)
+
+
+def test_a_name_that_is_missing_is_said_without_all_the_rest(values):
+    del values["name"]
+    assert message(values) == "name = None: is missing; give it"
+
+
 def test_missing_recipe_file_is_named(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         load_recipe(tmp_path / "none.yaml")

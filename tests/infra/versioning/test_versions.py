@@ -299,6 +299,7 @@ def test_settings_of_others_stay_and_the_file_is_written_for_changes_alone(tmp_p
         "endpointurl": "http://127.0.0.1:9",
     }
     assert written["cache"]["type"] == "hardlink, copy"
+    assert not written["core"].getboolean("analytics")
     before = config.stat()
     versions._use("s3://bucket/models")
     assert config.stat().st_ino == before.st_ino
