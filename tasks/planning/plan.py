@@ -66,6 +66,7 @@ class Plan:
         begun: Bytes of what is to come that lie on the disk already.
         has_remote: Whether DVC pushes to a remote at all.
         certificates: What asking readers for the versions needs; they take what room there is.
+        linkable: Bytes to come that would be given models' own files, were those linked.
     """
 
     rows: Sequence[Planned]
@@ -77,6 +78,7 @@ class Plan:
     begun: int = 0
     has_remote: bool = True
     certificates: Sequence[Planned] = ()
+    linkable: int = 0
 
     @property
     def coming(self) -> list[Planned]:
@@ -139,17 +141,28 @@ class Plan:
             yield from compute_faults(self.compute, [there], known=there)
             for row in self.coming:
                 yield from row.memory_faults(self.machine, self.base)
-        to_come = self._to_come(self.machine if is_local else None)
-        if to_come > self.machine.disk:
-            said = f"{gigabytes(to_come)} to come, {gigabytes(self.machine.disk)} free"
-            remedy = "free some space or set UPCYCLE_HOME to a larger disk"
-            if self.copies > 1:
-                remedy += ", or put DVC's remote elsewhere (versions.remote)"
-            yield Fault("disk", said, remedy)
+        yield from self._disk_faults(self.machine if is_local else None)
         elsewhere = self.machine.remote_disk
         if elsewhere is not None and self.pushed_to_come > elsewhere:
             said = f"{gigabytes(self.pushed_to_come)} to come there, {gigabytes(elsewhere)} free"
             yield Fault("versions.remote", said, "free some space on its disk, or name another")
+
+    def _disk_faults(self, machine: Machine | None) -> Iterator[Fault]:
+        """That the home's disk has no room, with what each setting leaves to come."""
+        to_come = self._to_come(machine)
+        if to_come <= self.machine.disk:
+            return
+        remedy = "free some space or set UPCYCLE_HOME to a larger disk"
+        settings = {
+            "versions.remote on another disk": replace(self, copies=1),
+            "versions.given_weights = link": replace(self, begun=self.begun + self.linkable),
+        }
+        for setting, lighter in settings.items():
+            left = lighter._to_come(machine)
+            if left < to_come:
+                remedy += f", or {setting} (then {gigabytes(left)})"
+        said = f"{gigabytes(to_come)} to come, {gigabytes(self.machine.disk)} free"
+        yield Fault("disk", said, remedy)
 
     @property
     def seconds(self) -> float | None:
@@ -274,12 +287,8 @@ def plan(
     subjects = subjects_of(recipe, home / "models")
     shape = as_given(recipe, subjects.shape)
     cached = cached_models(recipe, shape, home / "models")
-    found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
-    found["sources"] = sources_row(cached)
-    for addition, rows in ADDED:
-        if addition.asked(recipe):
-            found = {row.stage: row for row in rows(recipe, subjects)} | found
-    ordered = []
+    found = _asked_rows(recipe, subjects) | {"sources": sources_row(cached)}
+    ordered, linkable, links = [], 0, recipe.versions.given_weights == "link"
     for stage, asked in aim.items(recipe).items():
         if not asked:
             continue
@@ -289,7 +298,9 @@ def plan(
         row = replace(row, items=len(every), made=len(every) - len(left), in_parts=stage.in_parts)
         if row.made and left:
             row = replace(row, rest=_rest(recipe, subjects, stage.name, left))
-        row = _linked(row, recipe, home, shape, left, cached)
+        linked = _linked(row, recipe, home, shape, left, cached)
+        row = linked if links else row
+        linkable += 0 if links or not left else linked.to_come().linked
         ordered.append(row.fitted(machine, base))
     is_directory = remote_directory(recipe.versions.remote, home) is not None
     copies = 1 + (is_directory and machine.remote_disk is None)
@@ -298,8 +309,18 @@ def plan(
     versions = [row for row in ordered if row.registered and aim.registers_model(row.stage)]
     certificates = [*certificate_rows(recipe, subjects, versions, machine)]
     return Plan(
-        *(ordered, machine, base, recipe.compute, copies, rates, begun, pushes, certificates)
+        *(ordered, machine, base, recipe.compute, copies, rates, begun, pushes, certificates),
+        linkable=linkable,
     )
+
+
+def _asked_rows(recipe: Recipe, subjects: Subjects) -> dict[str, Planned]:
+    """{stage: its row} of the method, and of what runs on its model."""
+    found = {row.stage: row for row in ROWS[recipe.method](recipe, subjects)}
+    for addition, rows in ADDED:
+        if addition.asked(recipe):
+            found = {row.stage: row for row in rows(recipe, subjects)} | found
+    return found
 
 
 def _brought(rows: Iterable[Planned], cached: Mapping[str, Cached]) -> int:
@@ -340,8 +361,6 @@ def _linked(
         SEED: {"": recipe.seed_model.model},
         EXPERTS: {name: domain.expert for name, domain in recipe.domains.items()},
     }
-    if recipe.versions.given_weights != "link":
-        return row
 
     def is_shared(model: str) -> bool:
         if model in cached:

@@ -127,6 +127,18 @@ def test_the_remote_has_another_copy_and_the_registry_shares_the_newest(tmp_path
     assert f"| registry, an older version | {gigabytes(model)} |" in alone.places()
 
 
+def test_a_full_disk_is_said_with_what_each_setting_leaves_to_come(tmp_path, llama):
+    machine = Machine(memory=10**12, cpus=8, disk=100 * 10**9)
+    remedy = faults(made(tmp_path, llama, machine=machine))["disk"][1]
+    elsewhere = made(tmp_path, llama, versions={"remote": "s3://models/here"})
+    assert f"versions.remote on another disk (then {gigabytes(elsewhere.disk_to_come)})" in remedy
+    linked = made(tmp_path, llama, versions={"given_weights": "link"})
+    assert f"versions.given_weights = link (then {gigabytes(linked.disk_to_come)})" in remedy
+    for versions, left in (({"given_weights": "link"}, "link"), ({"remote": None}, "remote")):
+        found = made(tmp_path, llama, machine=machine, versions=versions)
+        assert left not in faults(found)["disk"][1]
+
+
 def test_a_remote_whose_server_is_away_keeps_nobody_from_a_plan(tmp_path, monkeypatch):
     """A night does its work all the same; what is missing there is pushed when it is back."""
     there, stat = tmp_path / "away" / "remote", os.stat
