@@ -182,7 +182,7 @@ def _given(
     if _is_converted(reference):
         return _of_header(recipe, reference, cache, field)
     try:
-        return _seen(_with_config(reference, cache), field)
+        return _shape_of(reference, cache, field)
     except NOT_TO_BE_HAD as error:
         base = None if is_base else _base_on_hub(recipe, reference, cache)
         if base is not None:
@@ -236,6 +236,18 @@ def _of_base(recipe: Recipe, reference: str, base: str, cache: Path, field: str)
         raise InputError(*faults) from error
 
 
+def _shape_of(reference: str, cache: Path, field: str) -> Shape:
+    """That of a folder, or of what the hub has by that name: of its config.json, where the rest is
+    to be fetched, or was not to its end."""
+    folder = _with_config(reference, cache)
+    if folder != Path(reference).expanduser():
+        try:
+            CheckpointReader(folder, field=field)
+        except InputError:
+            return _stand_in(folder, field)
+    return _seen(folder, field)
+
+
 def _seen(directory: Path, field: str) -> Shape:
     """The shape of a checkpoint, or of a config.json alone, which stands for one that is to come.
 
@@ -244,12 +256,16 @@ def _seen(directory: Path, field: str) -> Shape:
     """
     _, _, faults = weight_files(directory, field)
     if any(fault.value == str(directory) for fault in faults):  # no file of weights at all
-        shape = Shape.of(directory, field=field)
-        raise_faults(architecture_faults(shape.config, field))
-        return shape
+        return _stand_in(directory, field)
     reader = CheckpointReader(directory, field=field)  # says what else is wrong with its files
     raise_faults(header_faults(reader, field))
     return Shape.of_reader(reader)
+
+
+def _stand_in(directory: Path, field: str) -> Shape:
+    shape = Shape.of_config_alone(directory, field=field)
+    raise_faults(architecture_faults(shape.config, field))
+    return shape
 
 
 def _header(reference: str, cache: Path, field: str) -> Shape | None:
@@ -258,7 +274,7 @@ def _header(reference: str, cache: Path, field: str) -> Shape | None:
     if _is_converted(reference):
         return None
     try:
-        return _seen(_with_config(reference, cache), field)
+        return _shape_of(reference, cache, field)
     except HFValidationError as error:
         remedy = "is no directory, and no name that a hub could have; mend the path"
         raise InputError(Fault(field, reference, remedy)) from error

@@ -61,6 +61,19 @@ class Shape:
         """
         if any(directory.glob("*.safetensors")):
             return cls.of_reader(CheckpointReader(directory, field=field))
+        return cls.of_config_alone(directory, field=field)
+
+    @classmethod
+    def of_config_alone(cls, directory: Path, *, field: str = "model") -> "Shape":
+        """What config.json says, whatever lies beside it.
+
+        Args:
+            directory: Where it lies.
+            field: How errors name it.
+
+        Raises:
+            InputError: There is no config.json, it is none, or of no family that is known.
+        """
         config, faults = read_config(directory, field)
         raise_faults(faults)
         named = str(config.get("dtype") or config.get("torch_dtype") or "float32")

@@ -188,6 +188,19 @@ def test_weights_that_a_config_does_not_fit_are_refused_as_the_flow_does(
     assert any(said in text for text in found.values()), found
 
 
+def test_what_a_stopped_fetch_left_of_a_model_is_its_config_alone(
+    llama, like, refused, monkeypatch
+):
+    begun = like("snapshot")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (begun / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(
+        "tasks.planning.subjects.hf_hub_download", lambda *_, **__: str(begun / "config.json")
+    )
+    assert not refused(code="owner/name", law=llama)
+    assert "model-00001" in refused(code=begun, law=llama)["domains.code.expert"]
+
+
 def test_pickled_weights_are_refused_and_no_stand_in(tmp_path, llama, like, refused):
     pickled = like("pickled")
     (pickled / "pytorch_model.bin").write_bytes(b"")
