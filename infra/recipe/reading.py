@@ -67,7 +67,7 @@ def load_recipe(
     keys = [key for key in values if not str(key).startswith(".")]
     if keys and set(keys) <= set(ADDABLE):
         remedy = f"holds {' and '.join(keys)} alone, for a recipe: name that before it, as "
-        raise_faults([Fault("recipe", str(path), f"{remedy}recipes/demo.yaml {path}")])
+        raise_faults([Fault("recipe", str(path), f"{remedy}RECIPE.yaml {path}")])
     for file in added:
         _add(values, file)
     for override in overrides:
